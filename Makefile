@@ -1,0 +1,38 @@
+# Two commands for a fresh machine: `make demo` and `make test`. PYTHON picks the interpreter.
+PYTHON ?= python3
+VENV ?= .venv
+JOBS ?= 2
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+PIP := $(BIN)/python -m pip install --disable-pip-version-check
+
+# Without an NVIDIA GPU on Linux the CPU build is asked for by its exact name, so that CUDA can never be downloaded.
+TORCH := torch==$(shell sed -n 's/^torch==//p' constraints.txt)
+ifeq ($(shell uname -s),Linux)
+ifeq ($(shell nvidia-smi -L 2>/dev/null),)
+TORCH := $(TORCH)+cpu --no-deps --retries 2 --extra-index-url https://download.pytorch.org/whl/cpu
+endif
+endif
+
+.PHONY: demo test lint
+
+demo: $(STAMP)
+	$(BIN)/hf-linattn demo --output demo-output
+
+test: lint
+	$(BIN)/python -m pytest -n $(JOBS)
+
+lint: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mlinter --no-cache --no-progress hf_linattn/models
+
+$(STAMP): pyproject.toml setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "hf-linattn needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c constraints.txt $(TORCH) || \
+	{ echo "torch could not be installed; name a build that fits: make TORCH='torch>=2.11' $(MAKECMDGOALS)" >&2; exit 1; }
+	$(PIP) -c constraints.txt -e '.[test]'
+	@touch $@

@@ -1,0 +1,96 @@
+# Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+"""The layer that holds our states inside the caches that Transformers ships."""
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+class StateLayer(CacheLayerMixin):
+    """A fixed-size state per sequence, as named tensors whose first dimension is the batch (or scalars).
+
+    It stands in the place of a stock layer of a `DynamicCache` or `StaticCache`. The state does not grow with the text and
+    cannot be rewound.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self, is_compileable: bool = False):
+        super().__init__()
+        self.is_compileable = is_compileable
+        self.states: dict[str, torch.Tensor] = {}
+
+    def store(self, states: dict[str, torch.Tensor]) -> None:
+        """Keep new states; in a static cache in the same memory, so that captured graphs stay valid."""
+        if self.is_compileable and self.is_initialized:
+            for name, value in states.items():
+                self.states[name].copy_(value)
+        else:
+            self.states = {name: value.clone() for name, value in states.items()} if self.is_compileable else states
+            self.is_initialized = True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Nothing to do before the first `store`."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+        raise NotImplementedError("this cache layer holds a recurrent state, not keys and values; use store()")
+
+    def get_seq_length(self) -> int | torch.Tensor:
+        return self.states["length"] if self.is_initialized else 0
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if tokens_to_remove != 0:
+            raise NotImplementedError(
+                "the state of a linear-attention layer cannot be rewound (crop, assisted decoding); keep a copy of the cache"
+            )
+
+    def reset(self) -> None:
+        self.states, self.is_initialized = {}, False
+
+    def offload(self) -> None:
+        self.states = {name: value.to("cpu", non_blocking=True) for name, value in self.states.items()}
+
+    def prefetch(self) -> None:
+        self.states = {name: value.to(self.device, non_blocking=True) for name, value in self.states.items()}
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
+
+    def _map(self, function) -> None:
+        self.states = {name: function(value) if value.dim() else value for name, value in self.states.items()}
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        self._map(lambda value: value.index_select(0, beam_idx.to(value.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._map(lambda value: value.repeat_interleave(repeats, 0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self._map(lambda value: value[indices])
+
+
+def ensure_state_layers(cache: Cache | None, layers: list[int], num_hidden_layers: int) -> None:
+    """Put a `StateLayer` in the place of each of `layers`, before the cache is first used."""
+    if cache is None:
+        return
+    while len(cache.layers) < num_hidden_layers and getattr(cache, "layer_class_to_replicate", None) is not None:
+        cache.layers.append(cache.layer_class_to_replicate())
+    for index in layers:
+        stock = cache.layers[index]
+        if isinstance(stock, StateLayer):
+            continue
+        if stock.is_initialized and stock.get_seq_length() > 0:
+            raise ValueError(
+                f"layer {index} of the cache already holds keys and values of another model; pass a new cache"
+            )
+        cache.layers[index] = StateLayer(is_compileable=stock.is_compileable)

@@ -1,0 +1,1 @@
+def short_convolution(*a, **k): raise RuntimeError
