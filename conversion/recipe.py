@@ -11,8 +11,15 @@ from pathlib import Path
 
 import yaml
 
-
 STAGES = ("write", "calibrate", "align", "distil", "report")
+
+
+@dataclass
+class Calibrate:
+    """Text on which the latents are placed; rows are at most as long as the teacher's trained length."""
+
+    tokens: int = 65_536
+    length: int = 1024
 
 
 @dataclass
@@ -50,7 +57,9 @@ RANGES = {  # smallest and largest value allowed
     "window": (1, None),
     "sinks": (0, None),
     "latents": (1, None),
+    "mass_length": (1, None),
     "tokens": (1, None),
+    "eval_tokens": (2, None),
     "seed": (0, 2**32 - 1),
     "steps": (0, None),
     "batch": (1, None),
@@ -67,14 +76,19 @@ class Recipe:
     """A whole conversion. Raises `ValueError` naming the field, its value and what is allowed.
 
     `layers` is "default" (the family's choice), "all", "global" (layers without a window of their own) or a list of
-    layer numbers. `tokens` is a shorthand: it rescales the steps of align and distil to that many tokens in all.
-    `lengths` are those of the report; None stands for 1/2, 1, 2, 4 and 8 times the trained length, at most 2,048.
+    layer numbers. `mass_length` is the number of tokens outside the window up to which their mass counts in full; None
+    stands for the trained length less the window. `tokens` is a shorthand: it sets
+    the steps of align and distil so that both together see that many tokens.
+    The report is made on the first `eval_tokens` tokens of `eval_data`, or of `data`, which then are not trained on.
+    `lengths` None stands for 1/2, 1, 2, 4 and 8 times the trained length (at most 2,048) as far as the text reaches,
+    `distances` (of planted repeats) None for twice the window, four times and so on up to the trained length.
     """
 
     source: str
     output: str
     data: str | None = None
     eval_data: str | None = None
+    eval_tokens: int = 32_768
     to: str = "latte"
     gate: str = "lse"
     init: str = "data"
@@ -83,37 +97,48 @@ class Recipe:
     window: int = 64
     sinks: int = 4
     latents: int = 64
+    mass_length: int | None = None
     layers: str | list[int] = "default"
     tokens: int | None = None
     lengths: list[int] | None = None
+    distances: list[int] | None = None
     stages: list[str] = field(default_factory=lambda: list(STAGES))
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
     overwrite: bool = False
     resume: bool = False
+    calibrate: Calibrate = field(default_factory=Calibrate)
     align: Align = field(default_factory=Align)
     distil: Distil = field(default_factory=Distil)
 
     def __post_init__(self):
-        for name, kind in (("align", Align), ("distil", Distil)):
+        parts = (("calibrate", Calibrate), ("align", Align), ("distil", Distil))
+        for name, kind in parts:
             if isinstance(getattr(self, name), dict):
                 setattr(self, name, _build(kind, getattr(self, name), f"{name}."))
-        for part, prefix in ((self, ""), (self.align, "align."), (self.distil, "distil.")):
-            _check(part, prefix)
+        _check(self, "")
+        for name, _ in parts:
+            _check(getattr(self, name), f"{name}.")
         if isinstance(self.layers, str) and self.layers not in ("default", "all", "global"):
             raise ValueError(f"layers is {self.layers!r}; use default, all, global or a list of layer numbers.")
         if isinstance(self.layers, list) and (not self.layers or min(self.layers) < 0):
             raise ValueError(f"layers is {self.layers}; name at least one layer, counted from 0.")
         if self.lengths is not None and (not self.lengths or min(self.lengths) < 2):
             raise ValueError(f"lengths is {self.lengths}; name at least one length, each 2 or more.")
+        if self.distances and min(self.distances) < 1:
+            raise ValueError(f"distances is {self.distances}; each must be 1 or more.")
         unknown = [stage for stage in self.stages if stage not in STAGES]
         if unknown or not self.stages:
             raise ValueError(f"stages is {self.stages}; choose some of {', '.join(STAGES)}.")
         self.stages = [stage for stage in STAGES if stage in self.stages]
         if "write" not in self.stages:
-            raise ValueError(f"stages is {self.stages}; a conversion begins with write (train and evaluate work later).")
-        needs_data = [s for s in self.stages if s in ("align", "distil", "report") or s == "calibrate" and self.init == "data"]
+            raise ValueError(
+                f"stages is {self.stages}; a conversion begins with write (train and evaluate work later)."
+            )
+        needs_data = [
+            s for s in self.stages if s in ("align", "distil", "report") or s == "calibrate" and self.init == "data"
+        ]
         if needs_data and self.data is None:
             raise ValueError(f"the stages {', '.join(needs_data)} need text: give data, or stages: [write] alone.")
         if self.tokens is not None:
@@ -175,7 +200,7 @@ def _build(kind: type, values: dict, prefix: str):
     return kind(**values)
 
 
-def _check(part: Align | Distil | Recipe, prefix: str) -> None:
+def _check(part: object, prefix: str) -> None:
     for name, hint in typing.get_type_hints(type(part)).items():
         value = getattr(part, name)
         if hint is float:

@@ -13,7 +13,6 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -82,7 +81,7 @@ def open_source(path_or_id: str | Path, scan: bool = True) -> Source:
     source = Source(str(path_or_id), directory, config, family, tensors)
     _check_against_family(source)
     if scan:
-        _scan_values(source)
+        scan_values(source)
     return source
 
 
@@ -96,7 +95,7 @@ def _find(path_or_id: str | Path) -> Path:
     if isinstance(path_or_id, Path) or not HUB_ID.fullmatch(name):
         raise CheckpointError(f"{name} does not exist; pass the folder of a checkpoint or a Hub id such as user/name.")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
         small = ["*.json", "tokenizer*", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
@@ -110,6 +109,10 @@ def _find(path_or_id: str | Path) -> Path:
             f"{name} is neither a local folder nor a Hub checkpoint that can be read ({reason}); check the spelling, "
             "the network, and for a private or gated repository the login (hf auth login)."
         ) from error
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def _read_json(path: Path) -> dict:
@@ -138,27 +141,33 @@ def _read_config(directory: Path) -> tuple:
             "or get it back with: hf-linattn revert"
         )
     if model_type not in FAMILIES:
-        raise CheckpointError(f"model_type {model_type!r} of {directory} is not supported; supported are: {supported}.")
+        raise CheckpointError(
+            f"model_type {model_type!r} of {directory} is not supported; supported are: {supported}."
+        )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown method")
         raise CheckpointError(f"{directory} is quantized ({method}); convert the unquantized checkpoint instead.")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in ROPE_TYPES:
-        raise CheckpointError(f"rope type {rope_type!r} of {path} is not supported; supported: {', '.join(ROPE_TYPES)}.")
+        raise CheckpointError(
+            f"rope type {rope_type!r} of {path} is not supported; supported: {', '.join(ROPE_TYPES)}."
+        )
     family = FAMILIES[model_type]
     try:
         config = family.native_config.from_dict(raw)
     except Exception as error:  # strict configs raise their own types for values that do not fit
-        raise CheckpointError(f"{path} is not a valid {model_type} config: {error}") from error
+        raise CheckpointError(f"{path} is not a valid {model_type} config: {_line(error)}") from error
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if heads % kv_heads:
-        raise CheckpointError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}.")
+        raise CheckpointError(
+            f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}."
+        )
     head_dim = getattr(config, "head_dim", None)
     if head_dim is None and config.hidden_size % heads:
         raise CheckpointError(
-            f"{path}: hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads} and there is no "
-            "head_dim; correct the config."
+            f"{path}: hidden_size {config.hidden_size} is not a multiple of num_attention_heads {heads} and there "
+            "is no head_dim; correct the config."
         )
     head_dim = head_dim or config.hidden_size // heads
     if head_dim % 2:
@@ -174,8 +183,8 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
         pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLES)
         if pickles:
             raise CheckpointError(
-                f"{directory} has only pickle weights ({', '.join(pickles[:3])}), which can run code when read and are "
-                "refused; on a machine where you trust them, load the model and save it again: "
+                f"{directory} has only pickle weights ({', '.join(pickles[:3])}), which can run code when read and "
+                "are refused; on a machine where you trust them, load the model and save it again: "
                 "AutoModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR) writes safetensors."
             )
         raise CheckpointError(f"{directory} has no weights: neither {SINGLE} nor {INDEX}; download it again.")
@@ -191,7 +200,9 @@ def _read_tensors(directory: Path) -> dict[str, Tensor]:
         shard = _read_header(directory / file)
         wanted = {name for name, where in weight_map.items() if where == file}
         if absent := sorted(wanted - shard.keys()):
-            raise CheckpointError(f"{directory / INDEX} places {absent[0]} in {file}, which lacks it; download it again.")
+            raise CheckpointError(
+                f"{directory / INDEX} places {absent[0]} in {file}, which lacks it; download it again."
+            )
         tensors |= shard
     return tensors
 
@@ -206,7 +217,9 @@ def _read_header(path: Path) -> dict[str, Tensor]:
         try:
             header = json.loads(file.read(length))
             header.pop("__metadata__", None)
-            entries = [(name, info["dtype"], tuple(info["shape"]), *info["data_offsets"]) for name, info in header.items()]
+            entries = [
+                (name, info["dtype"], tuple(info["shape"]), *info["data_offsets"]) for name, info in header.items()
+            ]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path} has a corrupt safetensors header ({error}); download it again.") from error
     tensors, end = {}, 0
@@ -220,7 +233,9 @@ def _read_header(path: Path) -> dict[str, Tensor]:
             raise CheckpointError(f"{path} has a corrupt safetensors header at {name}; download it again.")
         tensors[name], end = Tensor(path.name, dtype, shape, stop - start), stop
     if size != 8 + length + end:
-        raise CheckpointError(f"{path} has {size} bytes where its header declares {8 + length + end}; download it again.")
+        raise CheckpointError(
+            f"{path} has {size} bytes where its header declares {8 + length + end}; download it again."
+        )
     return tensors
 
 
@@ -230,7 +245,9 @@ def _check_against_family(source: Source) -> None:
         with torch.device("meta"):
             model = source.family.native_causal_lm(source.config)
     except Exception as error:  # whatever a config that does not fit sets off inside the model
-        raise CheckpointError(f"{source.directory / 'config.json'} does not describe a model: {error}") from error
+        raise CheckpointError(
+            f"{source.directory / 'config.json'} does not describe a model: {_line(error)}"
+        ) from error
     expected = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     optional = set()
     if source.config.tie_word_embeddings:
@@ -244,8 +261,8 @@ def _check_against_family(source: Source) -> None:
         if names:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             raise CheckpointError(
-                f"{source.directory} {what} weights of {kind}: {', '.join(names[:3])}{more}; config.json and the weights "
-                "must belong together."
+                f"{source.directory} {what} weights of {kind}: {', '.join(names[:3])}{more}; config.json and the "
+                "weights must belong together."
             )
     for name, tensor in source.tensors.items():
         if name in expected and tensor.shape != expected[name]:
@@ -257,7 +274,7 @@ def _check_against_family(source: Source) -> None:
             )
 
 
-def _scan_values(source: Source) -> None:
+def scan_values(source: Source) -> None:
     """Reads every weight once, one tensor in memory at a time."""
     with tqdm(total=source.bytes, unit="B", unit_scale=True, desc="checking weights", leave=False) as bar:
         for shard in source.shards:

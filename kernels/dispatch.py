@@ -1,4 +1,64 @@
-def resolve_backend(operator, backend, device, available):
-    if backend not in ("auto", "triton", "torch"):
-        raise ValueError(f"backend {backend}")
+# Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+"""Which implementation of an operator runs, and one clear warning when it is the slower one."""
+
+import importlib.util
+import warnings
+
+import torch
+
+BACKENDS = ("auto", "triton", "torch")
+MIN_CAPABILITY = (8, 0)  # bfloat16 in hardware
+
+_warned: set[str] = set()
+
+
+def _obstacle(device: torch.device, available: tuple[str, ...]) -> tuple[str, str] | None:
+    """Why Triton cannot run and what helps, or `None` if it can."""
+    if "triton" not in available:
+        return "it has no Triton kernel in this release", "use backend='torch'"
+    if device.type != "cuda":
+        return f"Triton does not run on device {device}", "move the tensors to a CUDA GPU or use backend='torch'"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed", "`pip install triton` or use backend='torch'"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        found, needed = (".".join(map(str, c)) for c in (capability, MIN_CAPABILITY))
+        return f"the GPU's compute capability {found} is below {needed}", "use a newer GPU or backend='torch'"
+    return None
+
+
+@torch.compiler.assume_constant_result  # runs while torch.compile traces: the warning breaks no graph
+def resolve_backend(operator: str, backend: str, device: torch.device, available: tuple[str, ...]) -> str:
+    """Choose the implementation of `operator` for tensors on `device`.
+
+    Args:
+        operator: name for messages.
+        backend: "auto" (Triton where it can run, else PyTorch; on a CUDA device the latter warns once per operator),
+            "triton" or "torch".
+        device: where the inputs are.
+        available: implementations that the operator has, out of "triton" and "torch".
+
+    Returns:
+        "triton" or "torch".
+
+    Raises:
+        ValueError: for an unknown backend, or for "triton" where it cannot run.
+    """
+    if backend not in BACKENDS:
+        raise ValueError(f"unknown backend {backend!r} for {operator}: use one of {', '.join(map(repr, BACKENDS))}")
+    if backend == "torch":
+        return "torch"
+    obstacle = _obstacle(device, available)
+    if obstacle is None:
+        return "triton"
+    reason, remedy = obstacle
+    if backend == "triton":
+        raise ValueError(f"backend='triton' is not possible for {operator}: {reason}. Remedy: {remedy}, or 'auto'.")
+    if device.type == "cuda" and operator not in _warned:
+        _warned.add(operator)
+        warnings.warn(
+            f"{operator} takes the slower PyTorch path on {device}: {reason}. Remedy: {remedy} (which also ends this "
+            "warning; results are the same).",
+            stacklevel=3,
+        )
     return "torch"

@@ -20,8 +20,9 @@ FAMILY_DEFAULTS = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    threads = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the programs that tests start
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

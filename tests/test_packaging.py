@@ -5,7 +5,9 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -20,10 +22,10 @@ print(json.dumps([hf_linattn.__file__] + [importlib.import_module(name).__file__
 """
 
 
-def run(*arguments: object, cwd: Path, path: tuple[Path, ...] = ()) -> str:
-    """Standard output of this Python with `arguments`, run in `cwd` with `path` in front of its import path."""
+def run(*arguments: object, cwd: Path, path: tuple[Path, ...] = (), python: str | Path = sys.executable) -> str:
+    """Standard output of `python` with `arguments`, run in `cwd` with `path` in front of its import path."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, path)), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    command = [sys.executable, *map(str, arguments)]
+    command = [str(python), *map(str, arguments)]
     result = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -48,15 +50,13 @@ def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return next(path.glob("*.whl"))
 
 
-def install(*arguments: object, target: Path) -> None:
-    options = ("--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--target", target)
-    run("-m", "pip", "install", *options, *arguments, cwd=target)
+PIP_INSTALL = ("install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation")
 
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("installed")
-    install(wheel, target=path)
+    run("-m", "pip", *PIP_INSTALL, "--target", path, wheel, cwd=path)
     return path
 
 
@@ -104,9 +104,12 @@ def test_checkout_imports_in_its_root(
 
 
 def test_editable_install_imports_from_another_directory(source: Path, tmp_path: Path) -> None:
-    install("--editable", source, target=tmp_path)
-    program = f"import site; site.addsitedir({str(tmp_path)!r})\n{IMPORTS}"
-    assert run("-c", program, cwd=tmp_path).count(str(source)) == 4
+    venv.create(tmp_path, symlinks=True)
+    python = tmp_path / "bin" / "python"
+    # A .pth file lends the new environment this one's packages, but not this one's own editable install.
+    next(tmp_path.glob("lib/*/site-packages")).joinpath("lent.pth").write_text(sysconfig.get_path("purelib"))
+    run("-m", "pip", "--python", python, *PIP_INSTALL, "--editable", source, cwd=tmp_path)
+    assert run("-c", IMPORTS, cwd=tmp_path, python=python).count(str(source)) == 4
 
 
 def test_console_script(installed: Path) -> None:

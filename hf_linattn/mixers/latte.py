@@ -45,7 +45,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 class LatteRMSNorm(nn.Module):
-    """Root-mean-square norm with a gain."""
+    """Root-mean-square norm with a gain, in float32."""
 
     def __init__(self, size: int, eps: float = 1e-6):
         super().__init__()
@@ -53,8 +53,8 @@ class LatteRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
-        return (normed * self.weight.float()).to(x.dtype)
+        x = x.float()
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight.float()
 
 
 class LatteMixer(nn.Module):
@@ -207,7 +207,7 @@ class LatteMixer(nn.Module):
         logits = self._query_logits(far_query, source, scaling, softcap)
         token_theta = None
         if self.from_tokens:
-            token_theta = (source @ self.k_latent.T).unflatten(-1, (self.kv_heads, self.latents)).float()
+            token_theta = (source @ self.k_latent.float().T).unflatten(-1, (self.kv_heads, self.latents))
 
         if self.gate_kind == "lse":  # a token enters the latents when it leaves the window: nothing counts twice
             before = WindowState.empty(key, window, sinks) if window_state is None else window_state
@@ -227,7 +227,7 @@ class LatteMixer(nn.Module):
             gate = lse
         else:
             unrotated, absorbed = rotate(key.float(), cos, -sin), valid
-            gate = (source @ self.gate_weight.T + self.gate_bias).float()
+            gate = source @ self.gate_weight.float().T + self.gate_bias.float()
 
         out, latent_state = latent_attention(
             logits,
@@ -253,13 +253,13 @@ class LatteMixer(nn.Module):
         options = dict(attention_mask=attention_mask, cu_seqlens=cu_seqlens, initial_state=states.get("source"))
         y = hidden
         if self.source == "conv":
-            y, new_states["source"] = short_convolution(hidden, self.conv_weight, **options)
+            y, new_states["source"] = short_convolution(hidden, self.conv_weight.to(hidden.dtype), **options)
         elif self.source == "rglru":
-            blocks = hidden.unflatten(-1, (self.heads, -1))
-            gates = torch.einsum("bthi,ghij->gbthj", blocks, self.rglru_weight).flatten(-2)
-            r, i = gates + self.rglru_bias[:, None, None]
-            y, new_states["source"] = rg_lru(hidden, r, i, self.rglru_lambda, **options)
-        return self.norm(y.to(hidden.dtype))
+            blocks = hidden.float().unflatten(-1, (self.heads, -1))
+            gates = torch.einsum("bthi,ghij->gbthj", blocks, self.rglru_weight.float()).flatten(-2)
+            r, i = gates + self.rglru_bias.float()[:, None, None]
+            y, new_states["source"] = rg_lru(hidden.float(), r, i, self.rglru_lambda.float(), **options)
+        return self.norm(y)
 
     def _query_logits(self, far_query, source, scaling, softcap) -> torch.Tensor:
         """(B, T, H, L): how each query scores each latent, its mass aside."""
@@ -272,7 +272,7 @@ class LatteMixer(nn.Module):
             content = content.flatten(2, 3)
             logits = logits + (content if softcap is None else softcap * torch.tanh(content / softcap))
         if self.from_tokens:
-            logits = logits + (source @ self.q_latent.T).unflatten(-1, (self.heads, self.latents)).float()
+            logits = logits + (source @ self.q_latent.float().T).unflatten(-1, (self.heads, self.latents))
         return logits
 
     def _key_logits(self, unrotated, token_theta) -> torch.Tensor:

@@ -70,6 +70,7 @@ class LinAttnPreTrainedMixin:
 
     _is_stateful = True
     _can_compile_fullgraph = True
+    _keep_in_fp32_modules_strict = {"linattn"}  # log-masses and cluster variances need more than bfloat16
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel") -> None:
