@@ -149,7 +149,8 @@ def _streams(recipe: Recipe, origin: Path) -> tuple[torch.Tensor, torch.Tensor]:
     needed = max(recipe.calibrate.tokens, sum(stage.steps * stage.batch * stage.length for stage in stages))
     held = 0 if recipe.eval_data or "report" not in recipe.stages else recipe.eval_tokens
     stream = token_stream(read_documents(recipe.data), tokenizer, needed + held, progress=True)
-    held = min(held, len(stream) // 2)  # of a short text, half is for training
+    if len(stream) < needed + held:
+        held = min(held, len(stream) // 2)  # of a short text, half is for training
     training, held_out = stream[held:], stream[:held]
     if recipe.eval_data and "report" in recipe.stages:
         held_out = token_stream(read_documents(recipe.eval_data), tokenizer, recipe.eval_tokens, progress=True)

@@ -312,7 +312,7 @@ def _summary(report: dict, base: str) -> str:
     model = report.get("model", {})
     text = [
         f"This is {base} with its softmax attention replaced by an exact sliding window, a few sinks and a "
-        "linear-time long-range path (Latte Macchiato). Memory per sequence does not grow with the context in converted layers."
+        "linear-time long-range path (Latte Macchiato). In converted layers memory does not grow with the context."
     ]
     if report.get("base_weights_identical"):
         text.append("Every pretrained weight is kept, bit for bit; only new weights were set or trained.")

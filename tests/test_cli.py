@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hf_linattn.conversion import convert
 from hf_linattn.conversion.recipe import STAGES, Recipe
+from hf_linattn.conversion.write import NEW_WEIGHTS
 from transformers import AutoModelForCausalLM
 
 from hf_linattn.cli import main
@@ -29,11 +31,15 @@ SETTINGS = {
 }
 
 
+def write_text(folder: Path) -> Path:
+    words = random.Random(0).choices("the cat sat on a mat and ran to see its old friend by the sea".split(), k=600)
+    (folder / "text.txt").write_text(" ".join(words))
+    return folder / "text.txt"
+
+
 @pytest.fixture
 def text(tmp_path):
-    words = random.Random(0).choices("the cat sat on a mat and ran to see its old friend by the sea".split(), k=600)
-    (tmp_path / "text.txt").write_text(" ".join(words))
-    return tmp_path / "text.txt"
+    return write_text(tmp_path)
 
 
 @pytest.fixture
@@ -195,10 +201,20 @@ def test_unexpected_errors_show_a_traceback_only_on_request(tiny_checkpoint, mon
         raise RuntimeError("something\nbroke")
 
     monkeypatch.setattr("hf_linattn.conversion.plan", broken)
-    assert run("plan", tiny_checkpoint()) == 1
+    source = tiny_checkpoint()
+    capsys.readouterr()
+    assert run("plan", source) == 1
     assert capsys.readouterr().err == "error: RuntimeError: something broke\n"
-    assert run("plan", tiny_checkpoint(), "--debug") == 1
+    assert run("plan", source, "--debug") == 1
     assert "Traceback" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_checkpoint, tmp_path_factory):
+    """The new weights of a conversion that nothing stopped."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    convert(tiny_checkpoint(), folder / "output", write_text(folder), **SETTINGS)
+    return (folder / "output" / NEW_WEIGHTS).read_bytes()
 
 
 # Stops in the middle of a stage: after the second file in `write`, before the weights of a stage are saved, and
@@ -236,11 +252,11 @@ sys.exit(main(arguments))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
-@pytest.mark.parametrize("stage", STAGES)
-def test_stopped_conversion_leaves_nothing_half_and_can_go_on(
-    tiny_checkpoint, tmp_path, recipe, stage, number, capsys
-):
+@pytest.mark.parametrize(
+    ("stage", "number"),
+    [(stage, signal.SIGKILL) for stage in STAGES] + [(stage, signal.SIGINT) for stage in ("write", "distil")],
+)
+def test_stopped_conversion_goes_on(tiny_checkpoint, tmp_path, recipe, uninterrupted, stage, number, capsys):
     source, output = tiny_checkpoint(), tmp_path / "output"
     before = files_of(source)
     arguments = ["convert", str(source), "--recipe", str(recipe), "--output", str(output)]
@@ -260,7 +276,4 @@ def test_stopped_conversion_leaves_nothing_half_and_can_go_on(
     assert json.loads(capsys.readouterr().out)["base_weights_identical"] is True
     assert not (tmp_path / ".output.partial").exists()
 
-    whole = tmp_path / "whole"
-    assert run(*arguments[:-1], whole) == 0
-    weights = "model-linattn.safetensors"
-    assert (output / weights).read_bytes() == (whole / weights).read_bytes()
+    assert (output / NEW_WEIGHTS).read_bytes() == uninterrupted

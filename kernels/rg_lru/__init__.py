@@ -25,9 +25,9 @@ def rg_lru(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """h_t = a_t h_{t-1} + sqrt(1 - a_t^2) sigmoid(i_t) x_t with log a_t = -8 sigmoid(r_t) softplus(lam), per channel.
 
-    At the start of a sequence or packed document h is sigmoid(i_t) x_t of its first real token (multiplier 1 instead of
-    the square root). The derivative of the square root is kept below 1000. Time and memory are linear in T; the
-    arithmetic is in float32 (float64 for float64 inputs).
+    At the start of a sequence or packed document h is sigmoid(i_t) x_t of its first real token (multiplier 1 instead
+    of the square root). The derivative of the square root is held at 1000 at most. Time and memory are linear in T;
+    the arithmetic is in float32 (float64 for float64 inputs).
 
     Args:
         x: inputs, (B, T, D).
