@@ -18,7 +18,7 @@ endif
 .PHONY: demo test lint
 
 demo: $(STAMP)
-	$(BIN)/hf-linattn demo --output demo-output
+	$(BIN)/hf-linattn demo --output demo-output --overwrite
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)

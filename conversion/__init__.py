@@ -2,6 +2,7 @@
 """Conversion of softmax checkpoints: what the command line does, as functions of the same names."""
 
 from .convert import convert, evaluate, train
+from .demo import demo
 from .plan import plan
 from .publish import push
 from .recipe import Recipe
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointError",
     "Recipe",
     "convert",
+    "demo",
     "evaluate",
     "load_delta",
     "open_source",

@@ -1,15 +1,19 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Place the latents of a converted model by k-means on the teacher's own keys: useful before any training."""
 
+import math
+
 import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_linattn.mixers.latte import rotate
-
+from hf_linattn.mixers.latte import LatteMixer, rotate
 
 ITERATIONS = 25
 LEAST_VARIANCE = 1e-6
+FIT_TOKENS = 2048
+VARIANCE_SHARES = (1.0, 0.3, 0.1, 0.0)
+BIASES = (0.0, -0.5, -1.0, -2.0, -3.0, -5.0, -50.0)  # the last one switches the long-range path of a head off
 
 
 def kmeans(keys: torch.Tensor, clusters: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,7 +29,9 @@ def kmeans(keys: torch.Tensor, clusters: int, generator: torch.Generator) -> tup
     """
     heads, tokens, dim = keys.shape
     if clusters > tokens:
-        raise ValueError(f"{clusters} latents need at least as many calibration tokens, got {tokens}: raise the tokens")
+        raise ValueError(
+            f"{clusters} latents need at least as many calibration tokens, got {tokens}: raise the tokens"
+        )
     first = torch.stack([torch.randperm(tokens, generator=generator)[:clusters] for _ in range(heads)]).to(keys.device)
     centres = torch.gather(keys, 1, first[..., None].expand(-1, -1, dim))
     for _ in range(ITERATIONS):
@@ -48,11 +54,15 @@ def _nearest(keys: torch.Tensor, centres: torch.Tensor, piece: int = 8192) -> tu
 
 
 @torch.no_grad()
-def calibrate(model: PreTrainedModel, stream: torch.Tensor, *, length: int, seed: int = 0, progress: bool = True) -> None:
+def calibrate(
+    model: PreTrainedModel, stream: torch.Tensor, *, length: int, seed: int = 0, progress: bool = True
+) -> None:
     """Set the latents of each converted layer from the keys that the teacher computes on a text.
 
     Keys are clustered before rotation, the first ones of each row (sinks) left out. Each latent gets the mean and the
-    variance of its cluster; keys are assigned by distance, in units of the mean variance inside clusters.
+    variance of its cluster; keys are assigned by distance, in units of the mean variance inside clusters. Meeting all far
+    keys at one position overrates some heads' far mass, so each head then gets the bias, and each key/value head the share
+    of the variance, that bring its output nearest to the teacher's on a few rows.
 
     Args:
         model: converted model with `linattn_init="data"`.
@@ -74,8 +84,14 @@ def calibrate(model: PreTrainedModel, stream: torch.Tensor, *, length: int, seed
         key, (cos, sin) = args[1], args[4]
         collected[layer].append(rotate(key.float(), cos.float(), -sin.float())[:, config.linattn_sinks :].cpu())
 
+    calls: dict[torch.nn.Module, tuple] = {}
+
+    def remember(layer, args, kwargs, output):
+        calls.setdefault(layer, (args, kwargs, output[0].float()))
+
     hooks = [layer.register_forward_pre_hook(record) for layer in layers]
-    batch = max(1, 4096 // length)
+    hooks += [layer.register_forward_hook(remember, with_kwargs=True) for layer in layers]
+    batch = max(1, FIT_TOKENS // length)
     try:
         with model.linattn_variant(window=length, sinks=0, latents=False):  # as wide as the text: the teacher itself
             for rows in tqdm(data.split(batch), desc="calibrate: keys", disable=not progress):
@@ -97,3 +113,26 @@ def calibrate(model: PreTrainedModel, stream: torch.Tensor, *, length: int, seed
         layer.latent_log_variance.copy_(variance.clamp(min=LEAST_VARIANCE).log())
         layer.assign_weight.copy_(centres / width[..., None])
         layer.assign_bias.copy_(-centres.pow(2).sum(-1) / (2 * width))
+        _fit_heads(layer, calls.pop(layer), model.model.variant_arguments())
+
+
+def _fit_heads(layer: LatteMixer, call: tuple, arguments: dict) -> None:
+    """Choose the variance's share of each key/value head and the latents' bias of each head by the error they leave."""
+    args, kwargs, target = call
+    args = (*args[:5], arguments["linattn_offsets"], arguments["linattn_variant"])
+    variance = layer.latent_log_variance.clone()
+    least = math.log(LEAST_VARIANCE)
+    errors = []
+    for share in VARIANCE_SHARES:
+        layer.latent_log_variance.copy_((variance + math.log(share)).clamp(min=least) if share else least)
+        for bias in BIASES:
+            layer.latent_bias.fill_(bias)
+            errors.append((layer(*args, **kwargs)[0].float() - target).pow(2).sum(dim=(0, 1, 3)))
+    errors = torch.stack(errors).view(len(VARIANCE_SHARES), len(BIASES), layer.kv_heads, -1)
+    error, bias = errors.min(dim=1)  # (shares, kv heads, group)
+    share = error.sum(-1).argmin(dim=0)  # (kv heads,)
+    heads = torch.arange(layer.kv_heads, device=share.device)
+    chosen = bias[share, heads].flatten()
+    layer.latent_bias.copy_(torch.tensor(BIASES, device=chosen.device)[chosen][:, None].expand_as(layer.latent_bias))
+    shares = torch.tensor(VARIANCE_SHARES, device=share.device).clamp(min=LEAST_VARIANCE)[share]
+    layer.latent_log_variance.copy_((variance + shares.log()[:, None, None]).clamp(min=least))

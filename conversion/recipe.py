@@ -29,7 +29,7 @@ class Align:
     steps: int = 300
     batch: int = 8
     length: int = 512
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     window_dropout: float = 0.25
 
 
@@ -40,7 +40,7 @@ class Distil:
     steps: int = 300
     batch: int = 8
     length: int = 512
-    learning_rate: float = 2e-3
+    learning_rate: float = 5e-3
     kl_weight: float = 1.0
     lm_weight: float = 0.0
 
@@ -77,8 +77,8 @@ class Recipe:
 
     `layers` is "default" (the family's choice), "all", "global" (layers without a window of their own) or a list of
     layer numbers. `mass_length` is the number of tokens outside the window up to which their mass counts in full; None
-    stands for the trained length less the window. `tokens` is a shorthand: it sets
-    the steps of align and distil so that both together see that many tokens.
+    stands for a quarter of the trained length. `tokens` is a shorthand: it sets the steps of align and distil so that both
+    together see that many tokens.
     The report is made on the first `eval_tokens` tokens of `eval_data`, or of `data`, which then are not trained on.
     `lengths` None stands for 1/2, 1, 2, 4 and 8 times the trained length (at most 2,048) as far as the text reaches,
     `distances` (of planted repeats) None for twice the window, four times and so on up to the trained length.
@@ -96,7 +96,7 @@ class Recipe:
     source_mixer: str = "none"
     window: int = 64
     sinks: int = 4
-    latents: int = 64
+    latents: int = 128
     mass_length: int | None = None
     layers: str | list[int] = "default"
     tokens: int | None = None

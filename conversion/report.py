@@ -238,16 +238,20 @@ def _log_if_wide(axes: Axes, show: Callable, ratio: float = 5.0) -> None:
 
 
 def _perplexity_plot(report: dict) -> bytes:
-    figure, (axes,) = _axes(1)
-    ticks: set[str] = set()
-    for name in _names(report):
-        _draw(axes, report, name, report[name]["perplexity"])
-        ticks |= report[name]["perplexity"].keys()
-    _log_if_wide(axes, lambda value, _: f"{value:g}")
-    if trained := report.get("model", {}).get("trained_length"):
-        axes.axvline(trained, color="#555555", linestyle=":", label=f"trained length of the teacher, {trained:,}")
-    _finish(axes, "Perplexity by length", "tokens per row", "perplexity (lower is better)", ticks)
-    axes.legend(fontsize="small")
+    names = _names(report)
+    close = [name for name in names if name != "linear_only"]  # far from the others, it would press them together
+    figure, panels = _axes(1 if close == names else 2)
+    trained = report.get("model", {}).get("trained_length")
+    for axes, shown in zip(panels, (names, close), strict=False):
+        for name in shown:
+            _draw(axes, report, name, report[name]["perplexity"])
+        _log_if_wide(axes, lambda value, _: f"{value:g}")
+        if trained:
+            axes.axvline(trained, color="#555555", linestyle=":", label=f"trained length of the teacher, {trained:,}")
+        title = "Perplexity by length" if shown is names else "Perplexity by length, without `latents only`"
+        ticks = {length for name in shown for length in report[name]["perplexity"]}
+        _finish(axes, title, "tokens per row", "perplexity (lower is better)", ticks)
+    panels[0].legend(fontsize="small")
     return _png(figure)
 
 

@@ -16,7 +16,6 @@ from hf_linattn.models.retrofit.modeling_retrofit import build_teacher
 
 from .recipe import Align, Distil
 
-
 NEW_WEIGHTS = "new_weights.safetensors"
 WARMUP = 0.05  # share of the steps
 SAVES = 5  # checkpoints in a stage
@@ -57,7 +56,9 @@ class _NewWeightsTrainer(Trainer):
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        weights = {name: p.detach().cpu() for name, p in self.accelerator.unwrap_model(self.model).new_parameters().items()}
+        weights = {
+            name: p.detach().cpu() for name, p in self.accelerator.unwrap_model(self.model).new_parameters().items()
+        }
         save_file(weights, folder / NEW_WEIGHTS)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
@@ -117,7 +118,9 @@ class DistilTrainer(_NewWeightsTrainer):
         loss = student.new_zeros(())
         if self.settings.kl_weight:
             with torch.no_grad():
-                target = F.log_softmax(self.teacher(tokens, use_cache=False).logits[:, :-1].float(), dim=-1).flatten(0, 1)
+                target = F.log_softmax(self.teacher(tokens, use_cache=False).logits[:, :-1].float(), dim=-1).flatten(
+                    0, 1
+                )
             loss = loss + self.settings.kl_weight * F.kl_div(student, target, log_target=True, reduction="batchmean")
         if self.settings.lm_weight:
             loss = loss + self.settings.lm_weight * F.nll_loss(student, tokens[:, 1:].flatten())

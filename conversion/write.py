@@ -164,7 +164,7 @@ def converted_config(source: Source, recipe: Recipe) -> PreTrainedConfig:
         "linattn_sinks": recipe.sinks,
         "linattn_latents": recipe.latents,
         "linattn_layers": layers,
-        "linattn_mass_length": recipe.mass_length or max(1, source.config.max_position_embeddings - recipe.window),
+        "linattn_mass_length": recipe.mass_length or max(1, source.config.max_position_embeddings // 4),
         "linattn_base": source.name,
     }
     return source.family.config_class.from_dict(values)

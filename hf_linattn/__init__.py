@@ -3,13 +3,11 @@
 
 from pathlib import Path
 
-
 _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file():  # in a checkout, kernels/ and conversion/ stand beside this folder
     __path__.append(str(_checkout))
 
 from .models.retrofit.families import FAMILIES, register_families  # noqa: E402
-
 
 __version__ = "0.1.0"
 __all__ = ["FAMILIES"]

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
+import ctypes
 import json
 import signal
 import sys
@@ -18,6 +19,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     command, as_json, debug = options.pop("command"), options.pop("json"), options.pop("debug")
     signal.signal(signal.SIGTERM, _interrupt)
+    _keep_freed_memory()
     try:
         result, text = COMMANDS[command]({name: value for name, value in options.items() if value is not None})
         print(json.dumps(result, indent=2) if as_json else text)
@@ -28,6 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(error, 2, debug)
     except Exception as error:  # the user gets one line, --debug shows the rest
         return _fail(f"{type(error).__name__}: {error}" if type(error).__module__ == "builtins" else error, 1, debug)
+
+
+def _keep_freed_memory() -> None:
+    """Tell glibc to reuse large blocks: handing each back to the system made training on the CPU three times slower."""
+    if sys.platform == "linux":
+        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+        for setting, value in ((-3, 1 << 25), (-1, 1 << 30), (-2, 1 << 28)) if mallopt else ():  # mmap, trim, top pad
+            mallopt(setting, value)
 
 
 def _interrupt(number, frame) -> None:
@@ -98,7 +108,10 @@ def _push(options: dict) -> tuple[dict, str]:
 def _demo(options: dict) -> tuple[dict, str]:
     from hf_linattn.conversion import demo
 
-    return _summed_up(demo(**options))
+    report, text = _summed_up(demo(**options))
+    texts = report["continuation"]
+    shown = [f"--- {name} continues:\n{texts['prompt']}{texts[name]}" for name in ("teacher", "converted")]
+    return report, "\n".join([text, *shown])
 
 
 COMMANDS = {
@@ -203,8 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("repo_id", metavar="REPO_ID", help="user/name")
     command.add_argument("--private", action="store_true", default=None, help="make the repository private")
 
-    command = add("demo", "Convert the small teacher inside the package and show what it keeps.")
-    command.add_argument("--output", metavar="DIR", help="the folder to make")
+    command = add("demo", "Convert the small teacher inside the package and show what it keeps.", where)
+    command.add_argument("--output", metavar="DIR", help="the folder to make (demo-output)")
+    command.add_argument("--overwrite", action="store_true", default=None, help="replace the output when all is done")
     return parser
 
 

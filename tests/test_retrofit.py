@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokeni
 from hf_linattn import FAMILIES
 from hf_linattn.models.retrofit.modeling_retrofit import build_teacher, state_bytes
 
-
 FORMS = {
     "lse": {},
     "hard": dict(linattn_assignment="hard"),
@@ -118,7 +117,9 @@ def test_packed_documents_are_separate(convert, form):
     with torch.no_grad():
         expected = torch.cat([model(part, use_cache=False).logits for part in x.split(lengths, 1)], 1)
         by_position = model(x, position_ids=position, use_cache=False).logits
-        by_borders = model(x, position_ids=position, cu_seq_lens_q=borders, cu_seq_lens_k=borders, use_cache=False).logits
+        by_borders = model(
+            x, position_ids=position, cu_seq_lens_q=borders, cu_seq_lens_k=borders, use_cache=False
+        ).logits
     torch.testing.assert_close(by_position, expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(by_borders, expected, rtol=0, atol=1e-4)
 

@@ -14,7 +14,6 @@ from ..kernels.rg_lru import rg_lru
 from ..kernels.short_convolution import short_convolution
 from ..kernels.sliding_window_attention import WindowState, leaving_window, sliding_window_attention
 
-
 CONV_KERNEL = 4
 START_WINDOW_SHARE = 0.9  # share of the window at the start of the paper's form
 WINDOW_FIELDS = tuple(f.name for f in fields(WindowState))
@@ -137,7 +136,9 @@ class LatteMixer(nn.Module):
             init.zeros_(self.rglru_bias)
             # a = exp(-softplus(lambda)) with a^2 uniform in [0.81, 0.998]
             squared = torch.empty_like(self.rglru_lambda, dtype=torch.float32).uniform_(0.9**2, 0.999**2)
-            init.copy_(self.rglru_lambda, torch.log(torch.expm1(-0.5 * torch.log(squared))).to(self.rglru_lambda.dtype))
+            init.copy_(
+                self.rglru_lambda, torch.log(torch.expm1(-0.5 * torch.log(squared))).to(self.rglru_lambda.dtype)
+            )
 
     def forward(
         self,
@@ -184,7 +185,9 @@ class LatteMixer(nn.Module):
         cos, sin = (r.float() for r in rotary)
         at_window, at_offset = ((offsets[0][:, i : i + 1].float(), offsets[1][:, i : i + 1].float()) for i in (0, 1))
         # Rotating by (offset - position) turns a query into one at `offset` from keys that are not rotated.
-        far_query = rotate(query.float(), at_offset[0] * cos + at_offset[1] * sin, at_offset[1] * cos - at_offset[0] * sin)
+        far_query = rotate(
+            query.float(), at_offset[0] * cos + at_offset[1] * sin, at_offset[1] * cos - at_offset[0] * sin
+        )
         exact, lse, window_after = sliding_window_attention(
             query,
             key,
@@ -266,7 +269,10 @@ class LatteMixer(nn.Module):
         logits = self.latent_bias.float()
         if self.from_data:
             grouped = far_query.unflatten(2, (self.kv_heads, -1))
-            mean, variance = self.latent_key.float() * scaling, self.latent_log_variance.float().exp() * (scaling**2 / 2)
+            mean, variance = (
+                self.latent_key.float() * scaling,
+                self.latent_log_variance.float().exp() * (scaling**2 / 2),
+            )
             content = torch.einsum("btkgd,kld->btkgl", grouped, mean)
             content = content + torch.einsum("btkgd,kld->btkgl", grouped * grouped, variance)
             content = content.flatten(2, 3)

@@ -8,7 +8,6 @@ from ..packing import check_packed
 from .chunked import latent_attention_chunked
 from .reference import EMPTY, latent_attention_reference
 
-
 __all__ = ["EMPTY", "latent_attention", "latent_attention_reference"]
 
 

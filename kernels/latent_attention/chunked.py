@@ -96,7 +96,9 @@ def latent_attention_chunked(
     z_chunk = torch.logsumexp(theta, dim=3)
     shares = torch.exp(theta - z_chunk[..., None, :]) * (theta > EMPTY / 2)
     mean_chunk = shares.transpose(-1, -2) @ v
-    z_after = _log_cumsum_exp(torch.cat([z0[:, None], z_chunk], dim=1), None if starts is None else F.pad(starts, (1, 0)))
+    z_after = _log_cumsum_exp(
+        torch.cat([z0[:, None], z_chunk], dim=1), None if starts is None else F.pad(starts, (1, 0))
+    )
     z_after = z_after[:, 1:]
     z_before = torch.cat([z0[:, None], z_after[:, :-1]], dim=1)
     if starts is not None:
@@ -136,16 +138,11 @@ def latent_attention_chunked(
     out = out + (a * torch.exp(theta - z)).sum(-1, keepdim=True) * v_group
     half = 1
     while half < chunk:  # pairs whose key is in the first and whose query is in the second half of a block
-
-        def halves(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            x = x.unflatten(4, (chunk // (2 * half), 2, half))
-            return x[..., 0, :, :], x[..., 1, :, :]
-
-        z_early, z_late = halves(z)
+        blocks = (chunk // (2 * half), 2, half)
+        (z_early, z_late), (keys, _), (values, _) = (x.unflatten(4, blocks).unbind(-3) for x in (z, theta, v_group))
         middle = z_early[..., -1:, :]
-        queries = halves(a)[1] * torch.exp(middle - z_late)
-        keys = torch.exp(halves(theta)[0] - middle)
-        late = (queries @ keys.transpose(-1, -2)) @ halves(v_group)[0]
+        queries = a.unflatten(4, blocks)[..., 1, :, :] * torch.exp(middle - z_late)
+        late = (queries @ torch.exp(keys - middle).transpose(-1, -2)) @ values
         out = out + torch.stack([torch.zeros_like(late), late], dim=-3).flatten(4, 6)
         half *= 2
 

@@ -9,7 +9,6 @@ from .chunked import sliding_window_attention_chunked
 from .reference import sliding_window_attention_reference
 from .state import WindowState, leaving_window
 
-
 __all__ = ["WindowState", "leaving_window", "sliding_window_attention", "sliding_window_attention_reference"]
 
 

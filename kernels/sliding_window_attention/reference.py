@@ -5,7 +5,6 @@ import torch
 
 from ..packing import document_index
 
-
 MASKED = -1e30
 
 
@@ -40,7 +39,9 @@ def sliding_window_attention_reference(
     position = torch.arange(time, device=q.device)
     distance = position[:, None] - position[None, :]
     past = (distance >= 0) & (document[:, None] == document[None, :])
-    rank = torch.stack([torch.stack([(row & (document == document[s]))[: s + 1].sum() for s in range(time)]) for row in valid])
+    rank = torch.stack(
+        [torch.stack([(row & (document == document[s]))[: s + 1].sum() for s in range(time)]) for row in valid]
+    )
     is_sink = valid & (rank <= sinks)
     near = (past & (distance < window))[None, None] & valid[:, None, None]
     far = (past & (distance >= window))[None, None] & is_sink[:, None, None]

@@ -1,7 +1,6 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 import pytest
 import torch
-
 from hf_linattn.kernels.sliding_window_attention import (
     WindowState,
     leaving_window,
@@ -94,9 +93,7 @@ def test_packed_documents_are_separate_documents():
     q, k, v, q_sink, k_sink = inputs(1, sum(lengths), 4, 2, 4)
     borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
     options = dict(window=5, sinks=3)
-    packed, lse, state = sliding_window_attention(
-        q, k, v, q_sink=q_sink, k_sink=k_sink, cu_seqlens=borders, **options
-    )
+    packed, lse, state = sliding_window_attention(q, k, v, q_sink=q_sink, k_sink=k_sink, cu_seqlens=borders, **options)
     assert state is None
     for a, b in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
         alone, alone_lse, _ = sliding_window_attention(
@@ -132,7 +129,9 @@ def test_tokens_leave_the_window_once_and_sinks_never():
     valid[:, :2] = False
     _, _, after = sliding_window_attention(k, k, k, window=4, sinks=3, attention_mask=valid)
     assert after.sink_index.tolist() == [[2, 3, 4]]
-    (late,), leaves = leaving_window((k,), (k.new_zeros(1, 4, 1, 1),), valid, WindowState.empty(k, 4, 3), after.sink_index)
+    (late,), leaves = leaving_window(
+        (k,), (k.new_zeros(1, 4, 1, 1),), valid, WindowState.empty(k, 4, 3), after.sink_index
+    )
     assert late[leaves].flatten().tolist() == [5, 6, 7, 8, 9]
 
 

@@ -3,7 +3,6 @@
 
 from .families import FAMILIES
 
-
 for _family in FAMILIES.values():
     for _class in (_family.config_class, _family.model_class, _family.causal_lm_class):
         globals()[_class.__name__] = _class

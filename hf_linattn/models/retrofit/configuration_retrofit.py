@@ -6,7 +6,6 @@ from pathlib import Path
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
-
 LOADER = "hf_linattn_loader"
 GATES = ("lse", "learned")
 INITS = ("data", "random")
@@ -21,7 +20,7 @@ FIELDS = {
     "linattn_source": (str, "none"),
     "linattn_window": (int, 64),
     "linattn_sinks": (int, 4),
-    "linattn_latents": (int, 64),
+    "linattn_latents": (int, 128),
     "linattn_layers": (list[int] | None, None),
     "linattn_mass_length": (int | None, None),
     "linattn_base": (str | None, None),
@@ -43,9 +42,13 @@ class HubConfigMixin:
 
     def save_pretrained(self, save_directory: str, **kwargs) -> None:
         super().save_pretrained(save_directory, **kwargs)
-        names = sorted({v.split(".")[1] for v in (getattr(self, "auto_map", None) or {}).values() if v.startswith(LOADER)})
+        names = sorted(
+            {v.split(".")[1] for v in (getattr(self, "auto_map", None) or {}).values() if v.startswith(LOADER)}
+        )
         if names:
-            Path(save_directory, f"{LOADER}.py").write_text(f"from hf_linattn.models.retrofit import {', '.join(names)}\n")
+            Path(save_directory, f"{LOADER}.py").write_text(
+                f"from hf_linattn.models.retrofit import {', '.join(names)}\n"
+            )
 
 
 class LinAttnConfigMixin(HubConfigMixin):
@@ -82,7 +85,9 @@ class LinAttnConfigMixin(HubConfigMixin):
             raise ValueError(f"linattn_mass_length must be at least 1, got {self.linattn_mass_length}")
         outside = [i for i in self.linattn_layers or [] if not 0 <= i < self.num_hidden_layers]
         if outside:
-            raise ValueError(f"linattn_layers names layers {outside}, the model has layers 0..{self.num_hidden_layers - 1}")
+            raise ValueError(
+                f"linattn_layers names layers {outside}, the model has layers 0..{self.num_hidden_layers - 1}"
+            )
 
     @property
     def converted_layers(self) -> list[int]:

@@ -6,16 +6,15 @@ calls the attention function named by its configuration, which is ours and gets 
 """
 
 import copy
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Iterator
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
-from ...cache import StateLayer, ensure_state_layers
+from ...cache import ensure_state_layers
 from ...mixers.latte import LatteMixer, Variant
-
 
 IMPLEMENTATION = "hf_linattn"
 
@@ -45,7 +44,9 @@ def linattn_attention(module, query, key, value, attention_mask, scaling=None, s
 
 
 AttentionInterface.register(IMPLEMENTATION, linattn_attention)
-AttentionMaskInterface.register(IMPLEMENTATION, sdpa_mask)  # without one, mask building returns nothing for other layers
+AttentionMaskInterface.register(
+    IMPLEMENTATION, sdpa_mask
+)  # without one, mask building returns nothing for other layers
 
 
 class LinAttnAttentionMixin:
@@ -162,7 +163,9 @@ class LinAttnForCausalLMMixin(LinAttnPreTrainedMixin):
         self.post_init()
 
     @contextmanager
-    def linattn_variant(self, window: int | None = None, sinks: int | None = None, latents: bool = True) -> Iterator[None]:
+    def linattn_variant(
+        self, window: int | None = None, sinks: int | None = None, latents: bool = True
+    ) -> Iterator[None]:
         """Run an ablation: another window, other sinks, the latents off. Caches do not carry over."""
         body, before = self.model, self.model.variant
         window = before.window if window is None else window
@@ -205,13 +208,17 @@ def _packed_borders(position_ids: torch.Tensor | None, batch: int) -> torch.Tens
 
 def make_model(native: type[PreTrainedModel], config_class: type) -> type[PreTrainedModel]:
     """Our base model of a family, `LinAttn<Family>Model`."""
-    return _publish("LinAttn" + native.__name__, (LinAttnModelMixin, native), {"config_class": config_class}, config_class)
+    return _publish(
+        "LinAttn" + native.__name__, (LinAttnModelMixin, native), {"config_class": config_class}, config_class
+    )
 
 
 def make_causal_lm(native: type, body: type[PreTrainedModel], config_class: type) -> type[PreTrainedModel]:
     """Our language model of a family, `LinAttn<Family>ForCausalLM`."""
     fields = {"config_class": config_class, "native_class": native, "body_class": body}
-    return _publish("LinAttn" + native.__name__, (LinAttnForCausalLMMixin, native, GenerationMixin), fields, config_class)
+    return _publish(
+        "LinAttn" + native.__name__, (LinAttnForCausalLMMixin, native, GenerationMixin), fields, config_class
+    )
 
 
 def _publish(name: str, bases: tuple[type, ...], body: dict, config_class: type) -> type:
