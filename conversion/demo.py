@@ -18,7 +18,7 @@ NOT_LIBRARY = {"test", "tests", "idlelib", "site-packages", "dist-packages", "__
 TRAINING_BYTES = 2_000_000
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 RECIPE = {
-    "calibrate": {"tokens": 32_768},
+    "calibrate": {"tokens": 16_384},
     "align": {"steps": 40, "batch": 4, "length": 512, "learning_rate": 1e-2},
     "distil": {"steps": 20, "batch": 4, "length": 512, "learning_rate": 5e-3},
     "eval_tokens": 8192,

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 import hf_linattn
-from hf_linattn.models.retrofit.modeling_retrofit import state_bytes
+from hf_linattn.cache import state_bytes
 
 from .data import rows
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hf_linattn.models.retrofit.modeling_retrofit import state_bytes
+from hf_linattn.cache import state_bytes
 
 from .recipe import Recipe
 from .source import open_source

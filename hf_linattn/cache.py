@@ -2,6 +2,7 @@
 """The layer that holds our states inside the caches that Transformers ships."""
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 
@@ -94,3 +95,35 @@ def ensure_state_layers(cache: Cache | None, layers: list[int], num_hidden_layer
                 f"layer {index} of the cache already holds keys and values of another model; pass a new cache"
             )
         cache.layers[index] = StateLayer(is_compileable=stock.is_compileable)
+
+
+def state_bytes(config: PreTrainedConfig, context_length: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
+    """Bytes that one sequence's cache holds at a context length.
+
+    Returns:
+        `converted`: this model; `teacher`: the KV cache of the base; `equal_window`: the window (in tokens) that, without
+        latents, makes the converted layers' state as large.
+    """
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    pair = 2 * kv_heads * dim * dtype.itemsize  # a key and a value
+    latents = kv_heads * config.linattn_latents * (dim + 1) * 4
+    if config.linattn_source == "conv":
+        latents += 3 * config.hidden_size * dtype.itemsize
+    if config.linattn_source == "rglru":
+        latents += config.hidden_size * 4
+    if config.linattn_gate == "lse" and (config.linattn_source != "none" or config.linattn_init == "random"):
+        latents += config.linattn_window * kv_heads * config.linattn_latents * 4
+    converted_layer = (config.linattn_window + config.linattn_sinks) * pair + latents
+    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    native = [
+        pair * (min(context_length, config.sliding_window) if kind == "sliding_attention" else context_length)
+        for kind in types
+    ]
+    converted = set(config.converted_layers)
+    return {
+        "converted": sum(converted_layer if i in converted else size for i, size in enumerate(native)),
+        "teacher": sum(native),
+        "equal_window": config.linattn_window + -(-latents // pair),
+    }

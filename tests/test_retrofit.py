@@ -8,7 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer, DynamicCache, pipeline
 
 from hf_linattn import FAMILIES
-from hf_linattn.models.retrofit.modeling_retrofit import build_teacher, state_bytes
+from hf_linattn.cache import state_bytes
+from hf_linattn.models.retrofit.modeling_retrofit import build_teacher
 
 FORMS = {
     "lse": {},
@@ -105,6 +106,11 @@ def test_left_padding_changes_nothing(convert, form):
             padded[:, 20:], attention_mask=mask, position_ids=position[:, 20:], past_key_values=start.past_key_values
         )
         torch.testing.assert_close(rest.logits, alone[:, 9:], rtol=0, atol=1e-4)
+        start = model(padded[:, :11], attention_mask=mask[:, :11], position_ids=position[:, :11])  # padding alone
+        rest = model(
+            padded[:, 11:], attention_mask=mask, position_ids=position[:, 11:], past_key_values=start.past_key_values
+        )
+        torch.testing.assert_close(rest.logits, alone, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -252,7 +258,7 @@ def test_compiled_decoding_step(convert):
     [
         (dict(linattn_gate="sigmoid"), "linattn_gate must be one of .* got 'sigmoid'"),
         (dict(linattn_window=0), "linattn_window must be at least 1, got 0"),
-        (dict(linattn_layers=[5]), r"layers \[5\]"),
+        (dict(linattn_layers=[99]), r"layers \[99\]"),
         (dict(linattn_latents="many"), "linattn_latents"),
     ],
 )

@@ -43,6 +43,12 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def _nothing_seen(states: dict[str, torch.Tensor]) -> torch.Tensor:
+    """(B,) true for sequences that had only padding so far."""
+    inside, kept = states["valid"].any(1), (states["sink_index"] >= 0).any(1)
+    return ~(inside | kept | (states["mass"] > EMPTY / 2).flatten(1).any(1))
+
+
 class LatteRMSNorm(nn.Module):
     """Root-mean-square norm with a gain, in float32."""
 
@@ -261,6 +267,8 @@ class LatteMixer(nn.Module):
             blocks = hidden.float().unflatten(-1, (self.heads, -1))
             gates = torch.einsum("bthi,ghij->gbthj", blocks, self.rglru_weight.float()).flatten(-2)
             r, i = gates + self.rglru_bias.float()[:, None, None]
+            # Chunks of nothing but padding leave a row before its start.
+            options["is_start"] = _nothing_seen(states) if states else None
             y, new_states["source"] = rg_lru(hidden.float(), r, i, self.rglru_lambda.float(), **options)
         return self.norm(y)
 

@@ -40,21 +40,23 @@ def sliding_window_attention_chunked(
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
         return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
-    # Blocks of queries, each against the `window` keys before it and its own.
+    # Blocks of queries, each against the `window` keys before it and its own; before a short text there are none.
     block = min(window, time)
+    past = 0 if initial_state is None and time <= window else window
+    held = slice(window - past, None)
     pad = -time % block
     blocks = (time + pad) // block
-    keys = F.pad(torch.cat([state.key, k], 1), (0, 0, 0, 0, 0, pad)).unfold(1, window + block, block)
-    values = F.pad(torch.cat([state.value, v], 1), (0, 0, 0, 0, 0, pad)).unfold(1, window + block, block)
-    keys_valid = F.pad(torch.cat([state.valid, valid], 1), (0, pad)).unfold(1, window + block, block)
+    keys = F.pad(torch.cat([state.key[:, held], k], 1), (0, 0, 0, 0, 0, pad)).unfold(1, past + block, block)
+    values = F.pad(torch.cat([state.value[:, held], v], 1), (0, 0, 0, 0, 0, pad)).unfold(1, past + block, block)
+    keys_valid = F.pad(torch.cat([state.valid[:, held], valid], 1), (0, pad)).unfold(1, past + block, block)
     queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(batch, blocks, block, kv_heads, group, dim)
     # (batch, blocks, kv heads, group * block, ...)
     queries = queries.permute(0, 1, 3, 4, 2, 5).reshape(batch, blocks, kv_heads, group * block, dim)
     scores = capped(queries @ keys).unflatten(3, (group, block))
-    offset = torch.arange(block, device=q.device)[:, None] + window - torch.arange(window + block, device=q.device)
+    offset = torch.arange(block, device=q.device)[:, None] + past - torch.arange(past + block, device=q.device)
     allowed = ((offset >= 0) & (offset < window)) & keys_valid[:, :, None]
     if document is not None:
-        of_keys = F.pad(document, (window, pad), value=-1).unfold(0, window + block, block)
+        of_keys = F.pad(document, (past, pad), value=-1).unfold(0, past + block, block)
         allowed = allowed & (F.pad(document, (0, pad)).view(blocks, block, 1) == of_keys[:, None])
     allowed = allowed[:, :, None, None]
 
@@ -82,10 +84,10 @@ def sliding_window_attention_chunked(
     scores = scores.masked_fill(~allowed, MASKED)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).masked_fill(~allowed, 0).to(v.dtype)
-    near = weights[..., : window + block].flatten(3, 4) @ values.transpose(-1, -2)
+    near = weights[..., : past + block].flatten(3, 4) @ values.transpose(-1, -2)
     out = near.unflatten(3, (group, block))
     if sinks:
-        far = weights[..., window + block :]
+        far = weights[..., past + block :]
         if document is None:
             out = out + torch.einsum("bnkgcs,bskd->bnkgcd", far, sink_value[:, 0])
         else:

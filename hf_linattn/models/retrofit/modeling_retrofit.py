@@ -1,4 +1,16 @@
-# Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+# Copyright 2026 The hf-linattn authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
 """Converted models: the base family's own code, with our attention function in chosen layers.
 
 No family's modelling file is copied. Each converted attention module projects, normalises and rotates as before; then it
@@ -127,6 +139,7 @@ class LinAttnModelMixin(LinAttnPreTrainedMixin):
         cu_seqlens = kwargs.get("cu_seq_lens_q")
         if cu_seqlens is None and linattn_mask is None and past_key_values is None:
             cu_seqlens = _packed_borders(position_ids, tokens.shape[0])
+        # CODEPATH: true for families without local layers, and where those are converted too (`--layers all`).
         if len(self.config.converted_layers) == self.config.num_hidden_layers and not isinstance(attention_mask, dict):
             # No layer reads a mask over all pairs: a 4-D one is passed through and keeps it from being built.
             attention_mask = torch.zeros(1, 1, 1, 1, device=tokens.device)
@@ -248,35 +261,3 @@ def build_teacher(model: PreTrainedModel) -> PreTrainedModel:
                     store[key] = model.get_parameter(prefix + key) if source is None else source
     teacher.generation_config = model.generation_config
     return teacher.eval()
-
-
-def state_bytes(config, context_length: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
-    """Bytes that one sequence's cache holds at a context length.
-
-    Returns:
-        `converted`: this model; `teacher`: the KV cache of the base; `equal_window`: the window (in tokens) that, without
-        latents, makes the converted layers' state as large.
-    """
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    pair = 2 * kv_heads * dim * dtype.itemsize  # a key and a value
-    latents = kv_heads * config.linattn_latents * (dim + 1) * 4
-    if config.linattn_source == "conv":
-        latents += 3 * config.hidden_size * dtype.itemsize
-    if config.linattn_source == "rglru":
-        latents += config.hidden_size * 4
-    if config.linattn_gate == "lse" and (config.linattn_source != "none" or config.linattn_init == "random"):
-        latents += config.linattn_window * kv_heads * config.linattn_latents * 4
-    converted_layer = (config.linattn_window + config.linattn_sinks) * pair + latents
-    types = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    native = [
-        pair * (min(context_length, config.sliding_window) if kind == "sliding_attention" else context_length)
-        for kind in types
-    ]
-    converted = set(config.converted_layers)
-    return {
-        "converted": sum(converted_layer if i in converted else size for i, size in enumerate(native)),
-        "teacher": sum(native),
-        "equal_window": config.linattn_window + -(-latents // pair),
-    }
