@@ -128,7 +128,7 @@ class LinAttnModelMixin(LinAttnPreTrainedMixin):
         if tokens is None:
             raise ValueError("pass either input_ids or inputs_embeds")
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if self.training and self.is_gradient_checkpointing:
+        if self.training and getattr(self.layers[0], "gradient_checkpointing", False):
             use_cache = False
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
