@@ -29,7 +29,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     for row in ("teacher", "converted", "window_only", "linear_only"):
         assert set(report[row]["perplexity"]) == {"256", "512"}
         assert "256" in report[row]["recall"]
-    assert report["teacher"]["perplexity"]["512"] < 10 and list(output.glob("*.png"))
+    assert report["teacher"]["perplexity"]["512"] < 20 and list(output.glob("*.png"))
     assert main(["demo", "--output", str(output)]) == 2  # nothing is overwritten silently
     assert main(["demo", "--output", str(output), "--overwrite", "--json"]) == 0
     assert "converted" in json.loads(capsys.readouterr().out)["continuation"]
