@@ -19,8 +19,8 @@ TRAINING_BYTES = 2_000_000
 PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 RECIPE = {
     "calibrate": {"tokens": 16_384},
-    "align": {"steps": 40, "batch": 4, "length": 512, "learning_rate": 1e-2},
-    "distil": {"steps": 20, "batch": 4, "length": 512, "learning_rate": 5e-3},
+    "align": {"steps": 20, "batch": 4, "length": 512, "learning_rate": 3e-2},
+    "distil": {"steps": 60, "batch": 4, "length": 512, "learning_rate": 3e-2},
     "eval_tokens": 8192,
     "distances": [128, 256, 512, 900],
 }

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hf_linattn.conversion import convert
-from hf_linattn.conversion.recipe import STAGES, Recipe
-from hf_linattn.conversion.write import NEW_WEIGHTS
 from transformers import AutoModelForCausalLM
 
 from hf_linattn.cli import main
+from hf_linattn.conversion import convert
+from hf_linattn.conversion.recipe import STAGES, Recipe
+from hf_linattn.conversion.write import NEW_WEIGHTS
 
 SETTINGS = {
     "window": 8,

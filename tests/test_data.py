@@ -6,8 +6,9 @@ import types
 
 import pytest
 import torch
-from hf_linattn.conversion.data import read_documents, rows, token_stream
 from transformers import AutoTokenizer
+
+from hf_linattn.conversion.data import read_documents, rows, token_stream
 
 
 def lines(*texts: str) -> str:

@@ -6,7 +6,6 @@ import json
 
 from hf_linattn.cli import main
 
-
 demo = importlib.import_module("hf_linattn.conversion.demo")
 SHORT = {
     "calibrate": {"tokens": 1024},

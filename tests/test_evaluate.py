@@ -7,6 +7,10 @@ import types
 import pytest
 import torch
 import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from hf_linattn import FAMILIES
 from hf_linattn.conversion.data import read_documents, token_stream
 from hf_linattn.conversion.evaluate import (
     LEAD,
@@ -18,10 +22,6 @@ from hf_linattn.conversion.evaluate import (
     tokens_per_second,
 )
 from hf_linattn.conversion.report import format_table, model_card, write_report
-from huggingface_hub import ModelCard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-from hf_linattn import FAMILIES
 from hf_linattn.models.retrofit.modeling_retrofit import build_teacher
 
 module = importlib.import_module("hf_linattn.conversion.evaluate")  # the package exports a function of this name

@@ -3,12 +3,12 @@
 
 import pytest
 import torch
-from hf_linattn.kernels.latent_attention import latent_attention, latent_attention_reference
-from hf_linattn.kernels.scan import linear_scan
-from hf_linattn.kernels.sliding_window_attention import sliding_window_attention, sliding_window_attention_reference
 from transformers import AutoConfig
 
 from hf_linattn import FAMILIES
+from hf_linattn.kernels.latent_attention import latent_attention, latent_attention_reference
+from hf_linattn.kernels.scan import linear_scan
+from hf_linattn.kernels.sliding_window_attention import sliding_window_attention, sliding_window_attention_reference
 
 pytestmark = pytest.mark.gpu
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]

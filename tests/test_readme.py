@@ -10,7 +10,6 @@ import torch
 
 from hf_linattn.cli import _parser, main
 
-
 SMALL = {
     "convert": ["--tokens", "2000", "--lengths", "64,128", "--latents", "8", "--window", "16"],
     "train": ["--tokens", "2000", "--lengths", "64,128"],
@@ -54,7 +53,9 @@ def test_python_blocks_run(repo_root, user_folder):
     assert code
     for block in code:
         # The same calls on fewer tokens.
-        exec(block.replace('output="converted"', 'output="converted", tokens=2000, lengths=[64, 128], latents=8'), scope)
+        exec(
+            block.replace('output="converted"', 'output="converted", tokens=2000, lengths=[64, 128], latents=8'), scope
+        )
     assert (user_folder / "converted" / "report.json").is_file()
 
 

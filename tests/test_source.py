@@ -7,8 +7,9 @@ import struct
 
 import pytest
 import torch
-from hf_linattn.conversion.source import CheckpointError, open_source
 from safetensors.torch import load_file, save_file
+
+from hf_linattn.conversion.source import CheckpointError, open_source
 
 
 def edit_config(path, **values):

@@ -7,9 +7,12 @@ import shutil
 from collections import namedtuple
 from pathlib import Path
 
-import hf_linattn.conversion.write as write
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import hf_linattn.conversion.write as write
 from hf_linattn.conversion.recipe import Recipe
 from hf_linattn.conversion.source import CheckpointError, open_source
 from hf_linattn.conversion.write import (
@@ -25,8 +28,6 @@ from hf_linattn.conversion.write import (
     save_new_weights,
     write_converted,
 )
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
 
 
 def converted(path: Path, output: Path, **fields) -> Path:

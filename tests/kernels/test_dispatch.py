@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from hf_linattn.kernels import dispatch
 from hf_linattn.kernels.dispatch import resolve_backend
 from hf_linattn.kernels.rg_lru import rg_lru

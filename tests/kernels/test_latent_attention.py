@@ -3,6 +3,7 @@ import itertools
 
 import pytest
 import torch
+
 from hf_linattn.kernels.latent_attention import EMPTY, latent_attention, latent_attention_reference
 from hf_linattn.kernels.latent_attention.chunked import latent_attention_chunked
 

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 import pytest
 import torch
+
 from hf_linattn.kernels.rg_lru import rg_lru, rg_lru_reference
 
 TIMES = [1, 2, 16, 37, 70]

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 import pytest
 import torch
+
 from hf_linattn.kernels.scan import BLOCK, linear_scan
 
 TIMES = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 2 * BLOCK + 3, 2 * BLOCK * BLOCK + BLOCK + 5]

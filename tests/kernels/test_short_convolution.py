@@ -1,6 +1,7 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 import pytest
 import torch
+
 from hf_linattn.kernels.short_convolution import short_convolution, short_convolution_reference
 
 TIMES = [1, 2, 3, 16, 37]

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 import pytest
 import torch
+
 from hf_linattn.kernels.sliding_window_attention import (
     WindowState,
     leaving_window,
