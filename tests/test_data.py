@@ -37,7 +37,7 @@ def test_reads_a_folder_recursively_in_sorted_order(tmp_path):
     (tmp_path / "b" / "inner.py").write_text("x = 1")
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "c.jsonl").write_text(lines("third", "fourth"))
-    (tmp_path / "d.md.gz").write_bytes(gzip.compress(b"fifth"))
+    (tmp_path / "d.md.gz").write_bytes(gzip.compress(b"fifth", mtime=0))
     (tmp_path / "e.bin").write_bytes(b"\xff")
     (tmp_path / "f.txt").write_text("")
     assert list(read_documents(tmp_path)) == ["first", "x = 1", "third", "fourth", "fifth"]
@@ -53,7 +53,7 @@ def test_reads_a_folder_recursively_in_sorted_order(tmp_path):
         ("broken.jsonl", b'{"text": "a"}\n\n{"text"\n', "broken.jsonl, line 3: no JSON"),
         ("other.jsonl", b'{"text": "a"}\n{"txt": "a"}\n', "other.jsonl, line 2: no field `text`"),
         ("list.jsonl", b"[1]\n", "list.jsonl, line 1: no field `text`"),
-        ("cut.txt.gz", gzip.compress(b"some text")[:-4], "cut.txt.gz is damaged"),
+        ("cut.txt.gz", gzip.compress(b"some text", mtime=0)[:-4], "cut.txt.gz is damaged"),
         ("fake.txt.gz", b"some text", "fake.txt.gz is damaged"),
     ],
 )
