@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 
-from hf_linattn.models.retrofit.modeling_retrofit import build_teacher
+from hf_linattn.models.retrofit.modeling_retrofit import build_teacher, native_attention
 
 from .calibrate import calibrate
 from .data import read_documents, token_stream
@@ -101,7 +101,11 @@ def evaluate(
         other = build_teacher(model)
     else:
         found = open_source(teacher, scan=False)
-        other = found.family.native_causal_lm.from_pretrained(found.directory, dtype=model.dtype).to(place).eval()
+        kind = native_attention(found.config)
+        other = found.family.native_causal_lm.from_pretrained(
+            found.directory, dtype=model.dtype, attn_implementation=kind
+        )
+        other = other.to(place).eval()
     values = measure(model, other, texts, *_spans(model.config, len(texts), lengths, distances), seed=seed)
     values["base_weights_identical"] = base_weights_identical(directory)
     values["base"] = record["base"]

@@ -19,6 +19,7 @@ from hf_linattn.conversion.recipe import STAGES, Recipe
 from hf_linattn.conversion.write import NEW_WEIGHTS
 
 SETTINGS = {
+    "device": "cpu",  # bit for bit
     "window": 8,
     "sinks": 2,
     "latents": 4,

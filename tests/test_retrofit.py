@@ -65,7 +65,8 @@ def test_a_window_as_wide_as_the_text_is_the_teacher(convert, family):
     path, model, _ = convert(family)
     x = tokens(2, 50)
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(path)(x).logits
+        # Eager: other implementations leave out Gemma 2's soft-cap in some releases.
+        expected = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")(x).logits
         torch.testing.assert_close(build_teacher(model)(x).logits, expected, rtol=0, atol=1e-4)
         with model.linattn_variant(window=50, latents=False):
             torch.testing.assert_close(model(x).logits, expected, rtol=0, atol=1e-4)

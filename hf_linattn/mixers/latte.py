@@ -43,6 +43,10 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
+def _named(state: WindowState) -> dict[str, torch.Tensor]:
+    return {name: getattr(state, name) for name in WINDOW_FIELDS}
+
+
 def _nothing_seen(states: dict[str, torch.Tensor]) -> torch.Tensor:
     """(B,) true for sequences that had only padding so far."""
     inside, kept = states["valid"].any(1), (states["sink_index"] >= 0).any(1)
@@ -209,7 +213,7 @@ class LatteMixer(nn.Module):
             initial_state=window_state,
         )
         if not variant.latents:
-            return exact, {} if window_after is None else vars(window_after).copy()
+            return exact, {} if window_after is None else _named(window_after)
 
         new_states: dict[str, torch.Tensor] = {}
         source = self._source(hidden, states, new_states, attention_mask, cu_seqlens)
@@ -251,7 +255,7 @@ class LatteMixer(nn.Module):
             initial_state=(states["mass"], states["mean"]) if states else None,
         )
         if window_after is not None:
-            new_states |= vars(window_after)
+            new_states |= _named(window_after)
             new_states["mass"], new_states["mean"] = latent_state
         return out.to(query.dtype), new_states
 

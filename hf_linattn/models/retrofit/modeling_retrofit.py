@@ -240,6 +240,11 @@ def _publish(name: str, bases: tuple[type, ...], body: dict, config_class: type)
     return made
 
 
+def native_attention(config) -> str:
+    """The attention implementation that computes a family as defined: SDPA leaves out a soft-cap, or refuses it."""
+    return "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+
+
 def build_teacher(model: PreTrainedModel) -> PreTrainedModel:
     """The unconverted model of a converted one: native classes around the same tensors, so no memory is added."""
     native_class = type(model).native_class
@@ -247,7 +252,7 @@ def build_teacher(model: PreTrainedModel) -> PreTrainedModel:
     for key in ("model_type", "architectures", "auto_map"):
         fields.pop(key, None)
     config = native_class.config_class.from_dict(fields)
-    config._attn_implementation = "eager" if getattr(config, "attn_logit_softcapping", None) else "sdpa"
+    config._attn_implementation = native_attention(config)
     with torch.device("meta"):
         teacher = native_class(config)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
