@@ -235,6 +235,8 @@ def make_causal_lm(native: type, body: type[PreTrainedModel], config_class: type
 
 
 def _publish(name: str, bases: tuple[type, ...], body: dict, config_class: type) -> type:
+    if hasattr(config_class, "attn_logit_softcapping"):
+        body["_supports_sdpa"] = False  # native layers of these families then run eagerly, see `native_attention`
     made = type(name, bases, {**body, "__module__": __name__, "__annotations__": {"config": config_class}})
     globals()[name] = made  # importable by name, for pickling and remote loading
     return made
