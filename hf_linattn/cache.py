@@ -20,6 +20,7 @@ class StateLayer(CacheLayerMixin):
         super().__init__()
         self.is_compileable = is_compileable
         self.states: dict[str, torch.Tensor] = {}
+        self.device: torch.device | None = None  # where the states belong while they are offloaded
 
     def store(self, states: dict[str, torch.Tensor]) -> None:
         """Keep new states; in a static cache in the same memory, so that captured graphs stay valid."""
@@ -29,6 +30,7 @@ class StateLayer(CacheLayerMixin):
         else:
             self.states = {name: value.clone() for name, value in states.items()} if self.is_compileable else states
             self.is_initialized = True
+        self.device = states["length"].device
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Nothing to do before the first `store`."""
@@ -62,10 +64,6 @@ class StateLayer(CacheLayerMixin):
 
     def prefetch(self) -> None:
         self.states = {name: value.to(self.device, non_blocking=True) for name, value in self.states.items()}
-
-    @property
-    def device(self) -> torch.device:
-        return self._device
 
     def _map(self, function) -> None:
         self.states = {name: function(value) if value.dim() else value for name, value in self.states.items()}

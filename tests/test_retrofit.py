@@ -173,6 +173,10 @@ def test_state_cannot_be_rewound(convert):
     cache = model(tokens(1, 20), use_cache=True).past_key_values
     with pytest.raises(NotImplementedError, match="rewound"):
         cache.layers[0].crop(-1)
+    before = {name: value.clone() for name, value in cache.layers[0].states.items()}
+    cache.layers[0].offload()
+    cache.layers[0].prefetch()
+    assert all(torch.equal(cache.layers[0].states[name], value) for name, value in before.items())
     other = DynamicCache()
     other.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
     other.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 1)
