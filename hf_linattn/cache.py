@@ -3,7 +3,7 @@
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 
 class StateLayer(CacheLayerMixin):
@@ -16,19 +16,20 @@ class StateLayer(CacheLayerMixin):
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, is_compileable: bool = False):
+    def __init__(self, is_compileable: bool = False, in_place: bool = False):
         super().__init__()
         self.is_compileable = is_compileable
+        self.in_place = in_place
         self.states: dict[str, torch.Tensor] = {}
         self.device: torch.device | None = None  # where the states belong while they are offloaded
 
     def store(self, states: dict[str, torch.Tensor]) -> None:
         """Keep new states; in a static cache in the same memory, so that captured graphs stay valid."""
-        if self.is_compileable and self.is_initialized:
+        if self.in_place and self.is_initialized:
             for name, value in states.items():
                 self.states[name].copy_(value)
         else:
-            self.states = {name: value.clone() for name, value in states.items()} if self.is_compileable else states
+            self.states = {name: value.clone() for name, value in states.items()} if self.in_place else states
             self.is_initialized = True
         self.device = states["length"].device
 
@@ -88,11 +89,13 @@ def ensure_state_layers(cache: Cache | None, layers: list[int], num_hidden_layer
         stock = cache.layers[index]
         if isinstance(stock, StateLayer):
             continue
-        if stock.is_initialized and stock.get_seq_length() > 0:
-            raise ValueError(
-                f"layer {index} of the cache already holds keys and values of another model; pass a new cache"
-            )
-        cache.layers[index] = StateLayer(is_compileable=stock.is_compileable)
+        if isinstance(stock, LinearAttentionCacheLayerMixin):
+            used = any(stock.has_previous_state.values())
+        else:
+            used = stock.is_initialized and stock.get_seq_length() > 0
+        if used:
+            raise ValueError(f"layer {index} of the cache already holds what another model saw; pass a new cache")
+        cache.layers[index] = StateLayer(stock.is_compileable, in_place=not isinstance(cache, DynamicCache))
 
 
 def state_bytes(config: PreTrainedConfig, context_length: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, int]:
