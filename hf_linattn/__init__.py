@@ -7,9 +7,10 @@ _checkout = Path(__file__).resolve().parent.parent
 if (_checkout / "pyproject.toml").is_file():  # in a checkout, kernels/ and conversion/ stand beside this folder
     __path__.append(str(_checkout))
 
+from .models.gla import GLAConfig, GLAForCausalLM, GLAForSequenceClassification, GLAModel  # noqa: E402
 from .models.retrofit.families import FAMILIES, register_families  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["FAMILIES"]
+__all__ = ["FAMILIES", "GLAConfig", "GLAForCausalLM", "GLAForSequenceClassification", "GLAModel"]
 
 register_families()

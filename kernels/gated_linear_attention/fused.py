@@ -28,16 +28,58 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load(pointer, tokens, heads, head, columns, width, valid):
-    """Rows `tokens` (int64) of one head of a (tokens, heads, width) tensor, zero where invalid."""
-    offsets = (tokens[:, None] * heads + head) * width + columns[None, :]
-    return tl.load(pointer + offsets, mask=valid[:, None] & (columns < width)[None, :], other=0.0)
+def _load(pointer, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """C rows of one head of a (tokens, HEADS, WIDTH) tensor from token `start` (int64) on, zero beyond `left` rows."""
+    rows = tl.arange(0, C)
+    mask = (rows < left)[:, None] & (columns < WIDTH)[None, :]
+    tile = rows[:, None] * (HEADS * WIDTH) + columns[None, :]
+    return tl.load(pointer + (start * HEADS + head) * WIDTH + tile, mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(pointer, x, tokens, heads, head, columns, width, valid):
-    offsets = (tokens[:, None] * heads + head) * width + columns[None, :]
-    tl.store(pointer + offsets, x.to(pointer.dtype.element_ty), mask=valid[:, None] & (columns < width)[None, :])
+def _store(pointer, x, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    rows = tl.arange(0, C)
+    mask = (rows < left)[:, None] & (columns < WIDTH)[None, :]
+    tile = rows[:, None] * (HEADS * WIDTH) + columns[None, :]
+    tl.store(pointer + (start * HEADS + head) * WIDTH + tile, x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _load_gates(
+    pointer, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr
+):
+    """Gates of one head, (tokens, channels), or (tokens,) for one gate per head."""
+    if CHANNEL:
+        gates = _load(pointer, start, left, head, columns, C, HEADS, WIDTH)
+    else:
+        rows = tl.arange(0, C)
+        gates = tl.load(pointer + start * HEADS + head + rows * HEADS, mask=rows < left, other=0.0).to(tl.float32)
+    return gates
+
+
+@triton.jit
+def _load_kept(pointer, place, columns, DIM_K: tl.constexpr, CHANNEL: tl.constexpr):
+    """log2 of the decay of a whole chunk, (channels,)."""
+    if CHANNEL:
+        log = tl.load(pointer + place * DIM_K + columns, mask=columns < DIM_K, other=0.0)
+    else:
+        log = tl.load(pointer + place + columns * 0)
+    return log
+
+
+@triton.jit
+def _load_state(pointer, place, columns, values, DIM_K: tl.constexpr, DIM_V: tl.constexpr):
+    """A tile of the state number `place`, (columns, values)."""
+    tile = columns[:, None] * DIM_V + values[None, :]
+    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
+    return tl.load(pointer + place.to(tl.int64) * (DIM_K * DIM_V) + tile, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_state(pointer, x, place, columns, values, DIM_K: tl.constexpr, DIM_V: tl.constexpr):
+    tile = columns[:, None] * DIM_V + values[None, :]
+    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
+    tl.store(pointer + place.to(tl.int64) * (DIM_K * DIM_V) + tile, x.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -46,47 +88,46 @@ def _dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _gate_sums(mask, g, OPERAND: tl.constexpr, EXACT: tl.constexpr):
-    """log2 of decays, (rows, channels): zeros and ones (rows, tokens) times gates (tokens, channels), to float32 precision."""
-    if g.dtype == tl.bfloat16 and OPERAND == tl.bfloat16:
-        sums = tl.dot(mask.to(tl.bfloat16), g)
-    else:
-        sums = tl.dot(mask.to(tl.float32), g.to(tl.float32), input_precision=EXACT)
-    return sums * LOG2E
+def _sums(mask, x, EXACT: tl.constexpr):
+    """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
+    if EXACT == "ieee":
+        sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+    else:  # float32 is the sum of three bfloat16, whose products with one are exact
+        ones = mask.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        sums = tl.dot(ones, high)
+        if x.dtype != tl.bfloat16:
+            rest = x.to(tl.float32) - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            sums = tl.dot(ones, middle, sums)
+            sums = tl.dot(ones, (rest - middle.to(tl.float32)).to(tl.bfloat16), sums)
+    return sums
 
 
 @triton.jit
-def _load_gates(pointer, tokens, heads, head, columns, width, valid, CHANNEL: tl.constexpr):
-    """Gates of one head, (tokens, channels), or (tokens,) for one gate per head."""
-    if CHANNEL:
-        gates = _load(pointer, tokens, heads, head, columns, width, valid)
-    else:
-        gates = tl.load(pointer + tokens * heads + head, mask=valid, other=0.0).to(tl.float32)
-    return gates
-
-
-@triton.jit
-def _upto(g, CHANNEL: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, EXACT: tl.constexpr):
-    """Decay from the chunk's start to each row, that row's gate included; (C, channels or 1)."""
+def _upto(g, CHANNEL: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
+    """log2 of the decay from the chunk's start to each row, that row's gate included; (C, channels or 1)."""
     rows = tl.arange(0, C)
     inside = rows[:, None] >= rows[None, :]
     if CHANNEL:
-        log = _gate_sums(inside, g, OPERAND, EXACT)
+        log = _sums(inside, g, EXACT) * LOG2E
     else:
         log = tl.sum(tl.where(inside, g[None, :], 0.0), 1)[:, None] * LOG2E
-    return tl.exp2(log)
+    return log
 
 
 @triton.jit
-def _after(g, CHANNEL: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, EXACT: tl.constexpr):
-    """Decay from each row to the chunk's end, that row's gate excluded; (C, channels or 1)."""
+def _after(g, upto, CHANNEL: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, EXACT: tl.constexpr):
+    """log2 of the decay from each row to the chunk's end, that row's gate excluded; (C, channels or 1)."""
     rows = tl.arange(0, C)
     inside = rows[:, None] < rows[None, :]
-    if CHANNEL:
-        log = _gate_sums(inside, g, OPERAND, EXACT)
+    if CHANNEL and OPERAND == tl.bfloat16:  # to bfloat16, a difference of sums is as good as a sum
+        log = tl.sum(tl.where(rows[:, None] == C - 1, upto, 0.0), 0)[None, :] - upto
+    elif CHANNEL:
+        log = _sums(inside, g, EXACT) * LOG2E
     else:
         log = tl.sum(tl.where(inside, g[None, :], 0.0), 1)[:, None] * LOG2E
-    return tl.exp2(log)
+    return log
 
 
 @triton.jit
@@ -95,349 +136,388 @@ def _pair_decay(g, C: tl.constexpr, EXACT: tl.constexpr):
     rows = tl.arange(0, C)
     causal = rows[:, None] >= rows[None, :]
     later = tl.where(rows[:, None] > rows[None, :], g[:, None], 0.0)
-    return tl.where(causal, tl.exp2(tl.dot(causal.to(tl.float32), later, input_precision=EXACT) * LOG2E), 0.0)
+    return tl.where(causal, tl.exp2(_sums(causal, later, EXACT) * LOG2E), 0.0)
 
 
 @triton.jit
-def _from_anchor(g, size, C: tl.constexpr, OPERAND: tl.constexpr, EXACT: tl.constexpr):
-    """log2 of the decay from the first row of each aligned block of `size` rows to each of its rows, <= 0."""
+def _in_block(g, size, C: tl.constexpr, EXACT: tl.constexpr):
+    """`_upto` for each aligned block of `size` rows; zero for single rows, which need no anchor."""
     rows = tl.arange(0, C)
     first = rows // size * size
-    return _gate_sums((rows[None, :] > first[:, None]) & (rows[None, :] <= rows[:, None]), g, OPERAND, EXACT)
+    inside = (rows[None, :] >= first[:, None]) & (rows[None, :] <= rows[:, None]) & (size > 1)
+    return _sums(inside, g, EXACT) * LOG2E
 
 
 @triton.jit
-def _to_middle(g, size, C: tl.constexpr, OPERAND: tl.constexpr, EXACT: tl.constexpr):
+def _to_middle(g, size, C: tl.constexpr, EXACT: tl.constexpr):
     """Decay between each row and the first row of the late half of its aligned block of `size` rows."""
     rows = tl.arange(0, C)
     middle = rows // size * size + size // 2
     low, high = tl.minimum(rows, middle), tl.maximum(rows, middle)
-    return tl.exp2(_gate_sums((rows[None, :] > low[:, None]) & (rows[None, :] <= high[:, None]), g, OPERAND, EXACT))
+    inside = (rows[None, :] > low[:, None]) & (rows[None, :] <= high[:, None])
+    return tl.exp2(_sums(inside, g, EXACT) * LOG2E)
 
 
 @triton.jit
-def _scores(
-    q, k, g, scores, chunks, scale, heads, total_tokens, DIM_K,
-    GROUP: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
+def _prepare(
+    q, k, g, scores, strong, decayed_q, decayed_k, kept, chunks, scale, total_tokens,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """scale * sum_c q_ic k_jc exp(G_ic - G_jc) for the pairs j <= i of one chunk and query head."""
+    """One chunk and query head: scale * sum_c q_ic k_jc exp(G_ic - G_jc) for the pairs j <= i, anchored at the chunk's start;
+    queries decayed from the start and keys decayed to the end; log2 of the whole chunk's decay.
+
+    Where that is below -BOUND, `strong` is set and `_strong_scores` forms the scores again.
+    """
     n, head = tl.program_id(0), tl.program_id(1)
-    start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
+    kv_head = head // GROUP
+    start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+    left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
-    tokens = (start + rows).to(tl.int64)
-    valid = tokens < end
-    kv_heads, kv_head = heads // GROUP, head // GROUP
-    causal = rows[:, None] >= rows[None, :]
+    acc = tl.zeros((C, C), tl.float32)
+    least = 0.0
+    for slab in range(0, DIM_K, BK):
+        columns = slab + tl.arange(0, BK)
+        queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+        keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
+        log = _upto(gates, CHANNEL, C, EXACT)
+        faded = queries.to(tl.float32) * tl.exp2(log)
+        if scores is not None:
+            if CHANNEL:
+                grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
+                acc = tl.dot(faded, tl.trans(grown), acc, input_precision=PRECISION)
+            else:
+                acc += _dot(queries, tl.trans(keys), OPERAND, PRECISION)
+        if decayed_q is not None:
+            _store(decayed_q, faded * scale, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+        total = tl.sum(gates.to(tl.float32), 0) * LOG2E
+        if head % GROUP == 0:
+            after = _after(gates, log, CHANNEL, C, OPERAND, EXACT)
+            _store(decayed_k, keys.to(tl.float32) * tl.exp2(after), start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+            if CHANNEL:
+                tl.store(kept + (n * KV_HEADS + kv_head) * DIM_K + columns, total, mask=columns < DIM_K)
+            else:
+                tl.store(kept + n * KV_HEADS + kv_head, total)
+        if CHANNEL:
+            least = tl.minimum(least, tl.min(total, 0))
+    if scores is not None:
+        if CHANNEL:
+            acc = tl.where(rows[:, None] >= rows[None, :], acc, 0.0)
+            tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
+        else:
+            acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
+        _store(scores + head.to(tl.int64) * total_tokens * C, acc * scale, start, left, 0, rows, C, 1, C)
+
+
+@triton.jit
+def _strong_scores(
+    q, k, g, scores, strong, chunks, scale, total_tokens,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """The scores of `_prepare` where one anchor does not do. Rows whose decay since the anchor is bounded are finished; for the others the
+    block is halved: pairs across its middle take the middle as anchor, the rest is left to the halves. What becomes of a row
+    depends on no later gate."""
+    n, head = tl.program_id(0), tl.program_id(1)
+    if tl.load(strong + n * tl.num_programs(1) + head) == 0:
+        return
+    start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+    left = (end - start).to(tl.int32)
+    rows = tl.arange(0, C)
     acc = tl.zeros((C, C), tl.float32)
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
-        q_rows = _load(q, tokens, heads, head, columns, DIM_K, valid)
-        k_rows = _load(k, tokens, kv_heads, kv_head, columns, DIM_K, valid)
-        if CHANNEL:
-            q_rows, k_rows = q_rows.to(tl.float32), k_rows.to(tl.float32)
-            gates = _load(g, tokens, kv_heads, kv_head, columns, DIM_K, valid)
-            size = C
-            waiting = C
-            pending = rows >= 0
-            for _ in range(LEVELS):
+        queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
+        keys = _load(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
+        gates = _load(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
+        size = C
+        waiting = C
+        pending = rows >= 0
+        for _ in range(LEVELS):
+            if waiting > 0:
+                log = _in_block(gates, size, C, EXACT)
+                growth = tl.exp2(tl.minimum(-log, BOUND))
+                pairs = tl.dot(queries * tl.exp2(log), tl.trans(keys * growth), input_precision=PRECISION)
+                bounded = tl.min(log, 1) >= -BOUND
+                block = rows // size
+                same = (block[:, None] == block[None, :]) & (rows[:, None] >= rows[None, :])
+                acc += tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
+                pending = pending & (bounded == 0)
+                waiting = tl.sum(pending.to(tl.int32), 0)
                 if waiting > 0:
-                    log = _from_anchor(gates, size, C, OPERAND, EXACT)
-                    decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
-                    pairs = tl.dot(q_rows * decay, tl.trans(k_rows * growth), input_precision=PRECISION)
-                    bounded = tl.min(log, 1) >= -BOUND
-                    block = rows // size
-                    same = block[:, None] == block[None, :]
-                    acc += tl.where(same & causal & (pending & bounded)[:, None], pairs, 0.0)
-                    pending = pending & (bounded == 0)
-                    waiting = tl.sum(pending.to(tl.int32), 0)
-                    if waiting > 0:
-                        middle = _to_middle(gates, size, C, OPERAND, EXACT)
-                        pairs = tl.dot(q_rows * middle, tl.trans(k_rows * middle), input_precision=PRECISION)
-                        late = rows % size >= size // 2
-                        acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
-                    size = size // 2
-        else:
-            acc += _dot(q_rows, tl.trans(k_rows), OPERAND, PRECISION)
-    if not CHANNEL:
-        acc *= _pair_decay(_load_gates(g, tokens, kv_heads, kv_head, rows, C, valid, False), C, EXACT)
-    place = (head.to(tl.int64) * total_tokens + tokens[:, None]) * C + rows[None, :]
-    tl.store(scores + place, (acc * scale).to(scores.dtype.element_ty), mask=valid[:, None])
+                    decay = _to_middle(gates, size, C, EXACT)
+                    pairs = tl.dot(queries * decay, tl.trans(keys * decay), input_precision=PRECISION)
+                    late = rows % size >= size // 2
+                    acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
+                size = size // 2
+    _store(scores + head.to(tl.int64) * total_tokens * C, acc * scale, start, left, 0, rows, C, 1, C)
 
 
 @triton.jit
 def _totals(
-    writer, value, g, totals, decays, segments, scale, kv_heads, DIM_K, DIM_V,
-    WRITERS: tl.constexpr, REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    writer, value, kept, totals, decays, segments,
+    KV_HEADS: tl.constexpr, WRITERS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one segment adds to the state, and the log2 of what it keeps of it."""
     n, kv_head = tl.program_id(0), tl.program_id(1)
-    tiles = tl.cdiv(DIM_V, BV)
+    tiles: tl.constexpr = (DIM_V + BV - 1) // BV
     columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
     values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
-    start, end = tl.load(segments + 3 * n), tl.load(segments + 3 * n + 1)
-    rows = tl.arange(0, C)
+    start, end = tl.load(segments + 4 * n).to(tl.int64), tl.load(segments + 4 * n + 1)
+    chunk = tl.load(segments + 4 * n + 2)
     state = tl.zeros((BK, BV), tl.float32)
-    width: tl.constexpr = BK if CHANNEL else 1
-    kept = tl.zeros((width,), tl.float32)
-    count = tl.cdiv(end - start, C)
+    total = tl.zeros((BK,), tl.float32)
+    count = tl.cdiv((end - start).to(tl.int32), C)
     for i in range(count):
         at = count - 1 - i if REVERSE else i
-        tokens = (start + at * C + rows).to(tl.int64)
-        valid = tokens < end
-        gates = _load_gates(g, tokens, kv_heads, kv_head, columns, DIM_K, valid, CHANNEL)
-        if REVERSE:
-            factor = _upto(gates, CHANNEL, C, OPERAND, EXACT) * scale
-        else:
-            factor = _after(gates, CHANNEL, C, OPERAND, EXACT)
-        log = tl.sum(gates.to(tl.float32), 0) * LOG2E
-        kept += log
-        state *= tl.exp2(log)[:, None] if CHANNEL else tl.exp2(log)
+        first = start + at * C
+        left = (end - first).to(tl.int32)
+        log = _load_kept(kept, (chunk + at) * KV_HEADS + kv_head, columns, DIM_K, CHANNEL)
+        total += log
+        state *= tl.exp2(log)[:, None]
         for w in range(WRITERS):
             head = kv_head * WRITERS + w
-            written = _load(writer, tokens, kv_heads * WRITERS, head, columns, DIM_K, valid) * factor
-            v_rows = _load(value, tokens, kv_heads * WRITERS, head, values, DIM_V, valid)
+            written = _load(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
+            v_rows = _load(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
             state += _dot(tl.trans(written), v_rows, OPERAND, PRECISION)
-    place = (n * kv_heads + kv_head).to(tl.int64)
-    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-    tl.store(totals + (place * DIM_K + columns[:, None]) * DIM_V + values[None, :], state, mask=inside)
+    place = n * KV_HEADS + kv_head
+    _store_state(totals, state, place, columns, values, DIM_K, DIM_V)
     if tl.program_id(2) % tiles == 0:
-        if CHANNEL:
-            tl.store(decays + place * DIM_K + columns, kept, mask=columns < DIM_K)
-        else:
-            tl.store(decays + place + tl.arange(0, 1), kept)
+        tl.store(decays + place * DIM_K + columns, total, mask=columns < DIM_K)
 
 
 @triton.jit
 def _join(
-    totals, decays, initial, final, documents, kv_heads, DIM_K, DIM_V,
-    REVERSE: tl.constexpr, CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    totals, decays, initial, starts, final, documents,
+    KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    REVERSE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """Replace each segment's total by the state that it starts from; the last one is the document's final state."""
+    """The state that each segment of a document starts from, and the one after the last."""
     n, kv_head = tl.program_id(0), tl.program_id(1)
-    tiles = tl.cdiv(DIM_V, BV)
+    tiles: tl.constexpr = (DIM_V + BV - 1) // BV
     columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
     values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
-    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-    tile = columns[:, None] * DIM_V + values[None, :]
     first, count = tl.load(documents + 2 * n), tl.load(documents + 2 * n + 1)
-    place = (n * kv_heads + kv_head).to(tl.int64)
+    place = n * KV_HEADS + kv_head
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
     else:
-        state = tl.load(initial + place * DIM_K * DIM_V + tile, mask=inside, other=0.0)
+        state = _load_state(initial, place, columns, values, DIM_K, DIM_V)
+    # one segment ahead, so that loads do not wait for stores
+    at = (first + (count - 1 if REVERSE else 0)) * KV_HEADS + kv_head
+    step = -KV_HEADS if REVERSE else KV_HEADS
+    total = _load_state(totals, at, columns, values, DIM_K, DIM_V)
     for i in range(count):
-        segment = first + (count - 1 - i if REVERSE else i)
-        at = (segment * kv_heads + kv_head).to(tl.int64)
-        total = tl.load(totals + at * DIM_K * DIM_V + tile, mask=inside, other=0.0)
-        if CHANNEL:
-            keep = tl.exp2(tl.load(decays + at * DIM_K + columns, mask=columns < DIM_K, other=0.0))[:, None]
-        else:
-            keep = tl.exp2(tl.load(decays + at))
-        tl.store(totals + at * DIM_K * DIM_V + tile, state, mask=inside)
+        keep = tl.exp2(tl.load(decays + at * DIM_K + columns, mask=columns < DIM_K, other=0.0))[:, None]
+        following = at + (step if i + 1 < count else 0)
+        ahead = _load_state(totals, following, columns, values, DIM_K, DIM_V)
+        _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
         state = state * keep + total
-    tl.store(final + place * DIM_K * DIM_V + tile, state, mask=inside)
+        total, at = ahead, following
+    _store_state(final, state, place, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit
 def _walk(
-    reader, writer, value, g, scores, out, states, initial, final, segments, scale, kv_heads, total_tokens, DIM_K, DIM_V,
-    READERS: tl.constexpr, WRITERS: tl.constexpr, REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr,
-    SPACING: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    reader, writer, value, g, kept, scores, out, states, initial, final, segments, scale, total_tokens,
+    KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, SPACING: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Carry the state through one segment: out = scores @ value + reader @ state, where out is wanted, and keep states.
 
-    Forward, queries read, keys write and the values are v. In reverse, keys read, queries write, the values are the
-    gradients of the output, the scores are transposed, and out is the gradient of v.
+    Forward, queries read (decayed here, if `g` is given), keys write and the values are v. In reverse, keys read, queries
+    write, the values are the gradients of the output, the scores are transposed, and out is the gradient of v.
     """
     n, kv_head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BK)
     values = tl.program_id(2) * BV + tl.arange(0, BV)
-    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-    tile = columns[:, None] * DIM_V + values[None, :]
-    start, end, stored = tl.load(segments + 3 * n), tl.load(segments + 3 * n + 1), tl.load(segments + 3 * n + 2)
-    place = (n * kv_heads + kv_head).to(tl.int64)
+    start, end = tl.load(segments + 4 * n).to(tl.int64), tl.load(segments + 4 * n + 1)
+    chunk, stored = tl.load(segments + 4 * n + 2), tl.load(segments + 4 * n + 3)
+    place = n * KV_HEADS + kv_head
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
     else:
-        state = tl.load(initial + place * DIM_K * DIM_V + tile, mask=inside, other=0.0)
+        state = _load_state(initial, place, columns, values, DIM_K, DIM_V)
     rows = tl.arange(0, C)
-    count = tl.cdiv(end - start, C)
+    count = tl.cdiv((end - start).to(tl.int32), C)
     for i in range(count):
         at = count - 1 - i if REVERSE else i
-        tokens = (start + at * C + rows).to(tl.int64)
-        valid = tokens < end
+        first = start + at * C
+        left = (end - first).to(tl.int32)
         if states is not None:
             if REVERSE:
                 border = (at % (SPACING // C) == SPACING // C - 1) | (at == count - 1)
             else:
                 border = at % (SPACING // C) == 0
             if border:
-                slot = ((stored + at // (SPACING // C)) * kv_heads + kv_head).to(tl.int64)
-                tl.store(states + slot * DIM_K * DIM_V + tile, state.to(states.dtype.element_ty), mask=inside)
-        gates = _load_gates(g, tokens, kv_heads, kv_head, columns, DIM_K, valid, CHANNEL)
+                slot = (stored + at // (SPACING // C)) * KV_HEADS + kv_head
+                _store_state(states, state, slot, columns, values, DIM_K, DIM_V)
         if out is not None:
-            if REVERSE:
-                read = _after(gates, CHANNEL, C, OPERAND, EXACT)
-            else:
-                read = _upto(gates, CHANNEL, C, OPERAND, EXACT) * scale
             old = state.to(OPERAND)
             for r in range(READERS):
                 head = kv_head * READERS + r
-                queries = _load(reader, tokens, kv_heads * READERS, head, columns, DIM_K, valid) * read
-                result = _dot(queries, old, OPERAND, PRECISION)
+                read = _load(reader, first, left, head, columns, C, KV_HEADS * READERS, DIM_K)
+                if g is not None:
+                    gates = _load_gates(g, first, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
+                    read = read * (tl.exp2(_upto(gates, CHANNEL, C, EXACT)) * scale)
+                result = _dot(read, old, OPERAND, PRECISION)
                 for w in range(WRITERS):
-                    pair = (kv_head * READERS * WRITERS + r * WRITERS + w).to(tl.int64) * total_tokens
-                    weights = tl.load(scores + (pair + tokens[:, None]) * C + rows[None, :], mask=valid[:, None], other=0.0)
+                    pair = scores + (kv_head * READERS * WRITERS + r * WRITERS + w).to(tl.int64) * total_tokens * C
+                    weights = _load(pair, first, left, 0, rows, C, 1, C)
                     if REVERSE:
                         weights = tl.trans(weights)
-                    v_rows = _load(value, tokens, kv_heads * WRITERS, kv_head * WRITERS + w, values, DIM_V, valid)
+                    v_rows = _load(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
                     result += _dot(weights, v_rows, OPERAND, PRECISION)
-                _store(out, result, tokens, kv_heads * READERS, head, values, DIM_V, valid)
-        if REVERSE:
-            write = _upto(gates, CHANNEL, C, OPERAND, EXACT) * scale
-        else:
-            write = _after(gates, CHANNEL, C, OPERAND, EXACT)
-        log = tl.sum(gates.to(tl.float32), 0) * LOG2E
-        state *= tl.exp2(log)[:, None] if CHANNEL else tl.exp2(log)
+                _store(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
+        state *= tl.exp2(_load_kept(kept, (chunk + at) * KV_HEADS + kv_head, columns, DIM_K, CHANNEL))[:, None]
         for w in range(WRITERS):
             head = kv_head * WRITERS + w
-            written = _load(writer, tokens, kv_heads * WRITERS, head, columns, DIM_K, valid) * write
-            v_rows = _load(value, tokens, kv_heads * WRITERS, head, values, DIM_V, valid)
+            written = _load(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
+            v_rows = _load(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
             state += _dot(tl.trans(written), v_rows, OPERAND, PRECISION)
     if final is not None:
-        tl.store(final + place * DIM_K * DIM_V + tile, state, mask=inside)
+        _store_state(final, state, place, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit
 def _gradients(
-    q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, chunks, scale, kv_heads, total_tokens, DIM_K, DIM_V,
-    GROUP: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, CHANNEL: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, keys and gates in one chunk, for one slab of key channels (papers: GLA, section 2.7)."""
-    n, kv_head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
-    rows = tl.arange(0, C)
-    tokens = (start + rows).to(tl.int64)
-    valid = tokens < end
-    heads = kv_heads * GROUP
-    columns = slab * BK + tl.arange(0, BK)
-    place = (n * kv_heads + kv_head).to(tl.int64) * DIM_K * DIM_V
-    causal = rows[:, None] >= rows[None, :]
+    """Gradients of queries, keys and gates in one chunk, for one slab of key channels (papers: GLA, section 2.7).
 
-    gates = _load_gates(g, tokens, kv_heads, kv_head, columns, DIM_K, valid, CHANNEL)
-    k_rows = _load(k, tokens, kv_heads, kv_head, columns, DIM_K, valid)
+    With LEVELS = 1, one anchor serves the chunk, and where it does not `strong` is set; with more, only chunks so marked are
+    done, as in `_strong_scores`.
+    """
+    n, kv_head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    mark = strong + (n * KV_HEADS + kv_head) * tl.num_programs(2) + slab
+    if LEVELS > 1:
+        if tl.load(mark) == 0:
+            return
+    start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+    left = (end - start).to(tl.int32)
+    rows = tl.arange(0, C)
+    causal = rows[:, None] >= rows[None, :]
+    columns = slab * BK + tl.arange(0, BK)
+    place = n * KV_HEADS + kv_head
+
     dk = tl.zeros((C, BK), tl.float32)
-    crossing = tl.zeros((BK,), tl.float32)  # sum over the value channels of state times its gradient
+    crossing = tl.zeros((BK,), tl.float32)  # sum over the value channels of the state after the chunk times its gradient
     for tile in range(0, DIM_V, BV):
         values = tile + tl.arange(0, BV)
-        inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-        offsets = place + columns[:, None] * DIM_V + values[None, :]
-        s_tile = tl.load(before + offsets, mask=inside, other=0.0)
-        d_tile = tl.load(later + offsets, mask=inside, other=0.0)
-        v_rows = _load(v, tokens, kv_heads, kv_head, values, DIM_V, valid)
+        s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
+        d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
+        v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
         dk += _dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
         crossing += tl.sum(s_tile.to(tl.float32) * d_tile.to(tl.float32), 1)
-    dk *= _after(gates, CHANNEL, C, OPERAND, EXACT)
-    crossing *= tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E)
-    crossing += tl.sum(k_rows.to(tl.float32) * dk, 0)
+    gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
+    keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)
+    log = _upto(gates, CHANNEL, C, EXACT)
+    dk *= tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
+    crossing = crossing * tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E) + tl.sum(keys * dk, 0)
 
     change = tl.zeros((C, BK), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
-        q_rows = _load(q, tokens, heads, head, columns, DIM_K, valid)
         dq = tl.zeros((C, BK), tl.float32)
         pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
         for tile in range(0, DIM_V, BV):
             values = tile + tl.arange(0, BV)
-            inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-            s_tile = tl.load(before + place + columns[:, None] * DIM_V + values[None, :], mask=inside, other=0.0)
-            do_rows = _load(grad_out, tokens, heads, head, values, DIM_V, valid)
-            v_rows = _load(v, tokens, kv_heads, kv_head, values, DIM_V, valid)
+            s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
+            do_rows = _load(grad_out, start, left, head, values, C, KV_HEADS * GROUP, DIM_V)
+            v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
             pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
             dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         pairs = tl.where(causal, pairs * scale, 0.0)
-        dq *= _upto(gates, CHANNEL, C, OPERAND, EXACT) * scale
-        if CHANNEL:
-            q_float, k_float = q_rows.to(tl.float32), k_rows.to(tl.float32)
+        queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
+        if CHANNEL and LEVELS == 1:
+            decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
+            dq = decay * tl.dot(pairs, keys * growth, dq * scale, input_precision=PRECISION)
+            dk += growth * tl.dot(tl.trans(pairs), queries * decay, input_precision=PRECISION)
+        elif CHANNEL:
+            dq *= tl.exp2(log) * scale
             size = C
             waiting = C
             pending = rows >= 0
             for _ in range(LEVELS):
                 if waiting > 0:
-                    log = _from_anchor(gates, size, C, OPERAND, EXACT)
-                    decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
-                    bounded = tl.min(log, 1) >= -BOUND
+                    inside = _in_block(gates, size, C, EXACT)
+                    decay, growth = tl.exp2(inside), tl.exp2(tl.minimum(-inside, BOUND))
+                    bounded = tl.min(inside, 1) >= -BOUND
                     block = rows // size
                     same = block[:, None] == block[None, :]
                     part = tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
-                    dq += decay * tl.dot(part, k_float * growth, input_precision=PRECISION)
-                    dk += growth * tl.dot(tl.trans(part), q_float * decay, input_precision=PRECISION)
+                    dq += decay * tl.dot(part, keys * growth, input_precision=PRECISION)
+                    dk += growth * tl.dot(tl.trans(part), queries * decay, input_precision=PRECISION)
                     pending = pending & (bounded == 0)
                     waiting = tl.sum(pending.to(tl.int32), 0)
                     if waiting > 0:
-                        middle = _to_middle(gates, size, C, OPERAND, EXACT)
+                        decay = _to_middle(gates, size, C, EXACT)
                         late = rows % size >= size // 2
                         part = tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
-                        dq += middle * tl.dot(part, k_float * middle, input_precision=PRECISION)
-                        dk += middle * tl.dot(tl.trans(part), q_float * middle, input_precision=PRECISION)
+                        dq += decay * tl.dot(part, keys * decay, input_precision=PRECISION)
+                        dk += decay * tl.dot(tl.trans(part), queries * decay, input_precision=PRECISION)
                     size = size // 2
         else:
             part = pairs * _pair_decay(gates, C, EXACT)
-            dq += tl.dot(part, k_rows.to(tl.float32), input_precision=PRECISION)
-            dk += tl.dot(tl.trans(part), q_rows.to(tl.float32), input_precision=PRECISION)
-        _store(grad_q, dq, tokens, heads, head, columns, DIM_K, valid)
-        change += q_rows.to(tl.float32) * dq
-    _store(grad_k, dk, tokens, kv_heads, kv_head, columns, DIM_K, valid)
-    change -= k_rows.to(tl.float32) * dk
-    onwards = (rows[:, None] <= rows[None, :]).to(tl.float32)
+            dq = tl.dot(part, keys, dq * (tl.exp2(log) * scale), input_precision=PRECISION)
+            dk = tl.dot(tl.trans(part), queries, dk, input_precision=PRECISION)
+        _store(grad_q, dq, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+        change += queries * dq
+    _store(grad_k, dk, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+    change -= keys * dk
+    onwards = rows[:, None] <= rows[None, :]
     if CHANNEL:
-        dg = tl.dot(onwards, change, input_precision=EXACT) + crossing[None, :]
-        _store(grad_g, dg, tokens, kv_heads, kv_head, columns, DIM_K, valid)
+        if LEVELS == 1:
+            tl.store(mark, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
+        dg = _sums(onwards, change, EXACT) + crossing[None, :]
+        _store(grad_g, dg, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     else:
-        dg = tl.sum(tl.where(rows[:, None] <= rows[None, :], tl.sum(change, 1)[None, :], 0.0), 1) + tl.sum(crossing, 0)
-        tl.store(grad_g + (slab.to(tl.int64) * total_tokens + tokens) * kv_heads + kv_head, dg, mask=valid)
+        dg = tl.sum(tl.where(onwards, tl.sum(change, 1)[None, :], 0.0), 1) + tl.sum(crossing, 0)
+        place = (slab.to(tl.int64) * total_tokens + start + rows) * KV_HEADS + kv_head
+        tl.store(grad_g + place, dg, mask=rows < left)
 
 
 @triton.jit
 def _step(
-    q, k, v, g, out, initial, final, scale, time, kv_heads, DIM_K, DIM_V,
-    GROUP: tl.constexpr, CHANNEL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    q, k, v, g, out, initial, final, scale, time,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, CHANNEL: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """A few tokens through the recurrence, the state read and written once."""
     values = tl.program_id(0) * BV + tl.arange(0, BV)
-    kv_head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, row = tl.program_id(1), tl.program_id(2)
     columns = tl.arange(0, BK)
-    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-    tile = (row * kv_heads + kv_head) * DIM_K * DIM_V + columns[:, None] * DIM_V + values[None, :]
+    k_inside, v_inside = columns < DIM_K, values < DIM_V
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
     else:
-        state = tl.load(initial + tile, mask=inside, other=0.0)
+        state = _load_state(initial, row * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
     for t in range(time):
-        at = (row * time + t) * kv_heads + kv_head
-        keys = tl.load(k + at * DIM_K + columns, mask=columns < DIM_K, other=0.0).to(tl.float32)
-        v_row = tl.load(v + at * DIM_V + values, mask=values < DIM_V, other=0.0).to(tl.float32)
+        at = (row.to(tl.int64) * time + t) * KV_HEADS + kv_head
+        key = tl.load(k + at * DIM_K + columns, mask=k_inside, other=0.0).to(tl.float32)
+        v_row = tl.load(v + at * DIM_V + values, mask=v_inside, other=0.0).to(tl.float32)
         if CHANNEL:
-            gates = tl.load(g + at * DIM_K + columns, mask=columns < DIM_K, other=0.0).to(tl.float32)
-            state *= tl.exp2(gates * LOG2E)[:, None]
+            gate = tl.load(g + at * DIM_K + columns, mask=k_inside, other=0.0).to(tl.float32)
+            state *= tl.exp2(gate * LOG2E)[:, None]
         else:
             state *= tl.exp2(tl.load(g + at).to(tl.float32) * LOG2E)
-        state += keys[:, None] * v_row[None, :]
+        state += key[:, None] * v_row[None, :]
         for j in range(GROUP):
-            query = tl.load(q + (at * GROUP + j) * DIM_K + columns, mask=columns < DIM_K, other=0.0).to(tl.float32)
+            query = tl.load(q + (at * GROUP + j) * DIM_K + columns, mask=k_inside, other=0.0).to(tl.float32)
             result = tl.sum(query[:, None] * state, 0) * scale
-            tl.store(
-                out + (at * GROUP + j) * DIM_V + values, result.to(out.dtype.element_ty), mask=values < DIM_V
-            )
-    tl.store(final + tile, state, mask=inside)
+            tl.store(out + (at * GROUP + j) * DIM_V + values, result.to(out.dtype.element_ty), mask=v_inside)
+    _store_state(final, state, row * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
 
 
 class _Plan(NamedTuple):
-    """Tables of token positions, int32: chunks and stored states (start, end), segments (start, end, first stored state),
+    """Tables of token positions, int32: chunks and stored states (start, end), segments (start, end, first chunk, first stored state),
     documents (first segment, number of segments). `joined`: some document has several segments."""
 
     chunks: torch.Tensor
@@ -451,14 +531,14 @@ class _Plan(NamedTuple):
 def _plan(borders: tuple[int, ...], segment: int, device: torch.device) -> _Plan:
     chunks, stored, segments, documents = [], [], [], []
     for start, end in zip(borders, borders[1:], strict=False):
-        chunks += [(at, min(at + CHUNK, end)) for at in range(start, end, CHUNK)]
         pieces = -(-(end - start) // segment)
         length = -(-(end - start) // max(pieces, 1) // SPACING) * SPACING
         documents.append((len(segments), max(pieces, 1)))
         cuts = range(start, end, length) if pieces else [start]
         for at in cuts:
             stop = min(at + length, end) if pieces else end
-            segments.append((at, stop, len(stored)))
+            segments.append((at, stop, len(chunks), len(stored)))
+            chunks += [(x, min(x + CHUNK, stop)) for x in range(at, stop, CHUNK)]
             stored += [(x, min(x + SPACING, stop)) for x in range(at, stop, SPACING)]
     tables = (torch.tensor(t, dtype=torch.int32).to(device) for t in (chunks, stored, segments, documents))
     return _Plan(*tables, len(segments) > len(documents))
@@ -493,15 +573,24 @@ def _launch(dim_k: int, dim_v: int) -> _Launch:
 
 def _precision(dtype: torch.dtype) -> dict:
     """Type of the matrix products' operands and how products of float32 operands are formed."""
-    if INTERPRETED or dtype == torch.float32:  # the interpreter's products of bfloat16 are wrong
-        return dict(OPERAND=tl.float32, PRECISION="ieee", EXACT="ieee")
-    # float16 would overflow in sums over the whole sequence
-    return dict(OPERAND=tl.bfloat16 if dtype == torch.bfloat16 else tl.float32, PRECISION="tf32", EXACT="tf32x3")
+    return dict(
+        # float16 would overflow in sums over the whole sequence
+        OPERAND=tl.bfloat16 if dtype == torch.bfloat16 and not INTERPRETED else tl.float32,
+        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        EXACT="ieee" if INTERPRETED else "split",  # the interpreter's products of bfloat16 are wrong
+    )
 
 
 def _programs(device: torch.device) -> int:
     """How many programs keep the device busy."""
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
+class _Prepared(NamedTuple):
+    scores: torch.Tensor | None
+    q: torch.Tensor | None
+    k: torch.Tensor
+    kept: torch.Tensor
 
 
 class _Problem:
@@ -513,58 +602,78 @@ class _Problem:
         self.kv_heads, self.dim_v = v.shape[2:]
         self.group = self.heads // self.kv_heads
         self.channel = g.dim() == 4
-        self.scale, self.tokens, self.borders = scale, q.shape[0] * q.shape[1], borders
+        self.scale, self.tokens = scale, q.shape[0] * q.shape[1]
         self.launch = _launch(self.dim_k, self.dim_v)
-        programs = _programs(q.device)
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, programs * SPACING) * SPACING)
+        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, _programs(q.device) * SPACING) * SPACING)
         self.plan = _plan(borders, segment, q.device)
-        self.shared = dict(CHANNEL=self.channel, C=CHUNK, **_precision(q.dtype))
+        self.precision = _precision(q.dtype)
+        self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
+        self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
-    def scores(self) -> torch.Tensor:
-        dtype = torch.bfloat16 if self.shared["OPERAND"] == tl.bfloat16 else torch.float32
-        scores = self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=dtype)
-        _scores[(len(self.plan.chunks), self.heads)](
-            self.q, self.k, self.g, scores, self.plan.chunks, self.scale, self.heads, self.tokens, self.dim_k,
-            GROUP=self.group, LEVELS=CHUNK.bit_length(), **self.shared, **self.launch.scores,
+    def prepare(self, queries: bool, scores: bool = True) -> "_Prepared":
+        """Weights inside chunks (H, tokens, CHUNK), decayed queries and keys, and the decays of whole chunks."""
+        grid = len(self.plan.chunks), self.heads
+        result = _Prepared(
+            scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype) if scores else None,
+            q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
+            k=torch.empty_like(self.k, dtype=self.state_dtype),
+            kept=self.q.new_empty(
+                grid[0], self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32
+            ),
+        )
+        strong = torch.empty(grid, dtype=torch.int32, device=self.q.device)
+        options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.scores)
+        _prepare[grid](
+            self.q, self.k, self.g, result.scores, strong, result.q, result.k, result.kept, self.plan.chunks, self.scale,
+            self.tokens, CHANNEL=self.channel, **options,
         )  # fmt: skip
-        return scores
+        if self.channel and scores:
+            _strong_scores[grid](
+                self.q, self.k, self.g, result.scores, strong, self.plan.chunks, self.scale, self.tokens,
+                LEVELS=CHUNK.bit_length(), **options,
+            )  # fmt: skip
+        return result
 
-    def starts(self, initial, value, reverse: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """State at the start of each segment (in reverse, at its end) and after the last; None if segments are documents."""
+    def starts(self, initial, writer, value, kept, reverse: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """States at the start of the segments (in reverse, at their end) and after the last; None if segments are documents."""
         if not self.plan.joined:
             return initial, None
-        sizes = self.kv_heads, self.dim_k, self.dim_v
-        totals = self.q.new_empty(len(self.plan.segments), *sizes, dtype=torch.float32)
-        decays = totals.new_empty(*totals.shape[:2], self.dim_k if self.channel else 1)
-        final = totals.new_empty(len(self.plan.documents), *sizes)
+        segments, documents = self.plan.segments, self.plan.documents
+        totals = self.q.new_empty(len(segments), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
+        decays = totals.new_empty(len(segments), self.kv_heads, self.dim_k)
+        starts, final = torch.empty_like(totals), self.new_final()
         config, join = self.launch.totals, self.launch.join
         tiles = triton.cdiv(self.dim_k, config["BK"]) * triton.cdiv(self.dim_v, config["BV"])
-        _totals[(len(self.plan.segments), self.kv_heads, tiles)](
-            self.q if reverse else self.k, value, self.g, totals, decays, self.plan.segments, self.scale,
-            self.kv_heads, self.dim_k, self.dim_v, WRITERS=self.group if reverse else 1, REVERSE=reverse,
-            **self.shared, **config,
+        products = dict(OPERAND=self.precision["OPERAND"], PRECISION=self.precision["PRECISION"])
+        _totals[(len(segments), self.kv_heads, tiles)](
+            writer, value, kept, totals, decays, segments, WRITERS=self.group if reverse else 1, REVERSE=reverse,
+            C=CHUNK, CHANNEL=self.channel, **self.shape, **products, **config,
         )  # fmt: skip
         tiles = triton.cdiv(self.dim_k, join["BK"]) * triton.cdiv(self.dim_v, join["BV"])
-        _join[(len(self.plan.documents), self.kv_heads, tiles)](
-            totals, decays, initial, final, self.plan.documents, self.kv_heads, self.dim_k, self.dim_v,
-            REVERSE=reverse, CHANNEL=self.channel, **join,
-        )  # fmt: skip
-        return totals, final
+        _join[(len(documents), self.kv_heads, tiles)](
+            totals, decays, initial, starts, final, documents, REVERSE=reverse, **self.shape, **join
+        )
+        return starts, final
 
-    def walk(self, start, value, *, scores=None, out=None, states=None, final=None, reverse: bool = False) -> None:
+    def walk(
+        self, start, reader, writer, value, prepared, *, out=None, states=None, final=None, reverse=False, decay_reader=False
+    ) -> None:
         config = self.launch.walk
         _walk[(len(self.plan.segments), self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
-            self.k if reverse else self.q, self.q if reverse else self.k, value, self.g, scores, out, states, start, final,
-            self.plan.segments, self.scale, self.kv_heads, self.tokens, self.dim_k, self.dim_v,
-            READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse, SPACING=SPACING,
-            **self.shared, **config,
+            reader, writer, value, self.g if decay_reader else None, prepared.kept, prepared.scores, out, states, start, final,
+            self.plan.segments, self.scale, self.tokens,
+            READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse,
+            C=CHUNK, SPACING=SPACING, CHANNEL=self.channel, **self.shape, **self.precision, **config,
         )  # fmt: skip
 
+    @property
+    def state_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.precision["OPERAND"] == tl.bfloat16 else torch.float32
+
     def new_states(self) -> torch.Tensor:
-        """Where a walk keeps its states."""
-        dtype = torch.bfloat16 if self.shared["OPERAND"] == tl.bfloat16 else torch.float32
-        return self.q.new_empty(len(self.plan.stored), self.kv_heads, self.dim_k, self.dim_v, dtype=dtype)
+        """Where a walk keeps its states, as operands of products."""
+        return self.q.new_empty(len(self.plan.stored), self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
 
     def new_final(self) -> torch.Tensor:
         return self.q.new_empty(len(self.plan.documents), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
@@ -574,51 +683,51 @@ class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, initial, scale, borders):
         problem = _Problem(q, k, v, g, scale, borders)
-        start, final = problem.starts(initial, problem.v, reverse=False)
+        # decayed queries are worth their memory where several programs would form them
+        ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"])
+        start, final = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
-        scores = problem.scores()
-        if final is None:
-            final = problem.new_final()
-            problem.walk(start, problem.v, scores=scores, out=out, final=final)
-        else:
-            problem.walk(start, problem.v, scores=scores, out=out)
+        last = problem.new_final() if final is None else None
+        reader = problem.q if ready.q is None else ready.q
+        problem.walk(start, reader, ready.k, problem.v, ready, out=out, final=last, decay_reader=ready.q is None)
         ctx.save_for_backward(q, k, v, g, initial, None if start is initial else start)
         ctx.scale, ctx.borders = scale, borders
         ctx.set_materialize_grads(False)
-        return out, final
+        return out, last if final is None else final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_final):
         q, k, v, g, initial, start = ctx.saved_tensors
         start = initial if start is None else start
-        grad_out = torch.zeros(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device) if grad_out is None else grad_out
-        grad_out = grad_out.contiguous()
+        grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
         problem = _Problem(q, k, v, g, ctx.scale, ctx.borders)
 
-        end, grad_initial = problem.starts(grad_final, grad_out, reverse=True)
+        ready = problem.prepare(queries=True)
+        end, grad_initial = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
         later, grad_v = problem.new_states(), torch.empty_like(problem.v)
-        done = problem.new_final() if grad_initial is None else None
-        problem.walk(end, grad_out, scores=problem.scores(), out=grad_v, states=later, final=done, reverse=True)
-        grad_initial = done if grad_initial is None else grad_initial
-        del end
+        last = problem.new_final() if grad_initial is None else None
+        problem.walk(end, ready.k, ready.q, grad_out, ready, out=grad_v, states=later, final=last, reverse=True)
         before = problem.new_states()
-        problem.walk(start, problem.v, states=before)
+        problem.walk(start, None, ready.k, problem.v, ready, states=before)
+        del ready, end
 
         config = problem.launch.gradients
-        slabs = triton.cdiv(problem.dim_k, config["BK"])
+        grid = len(problem.plan.stored), problem.kv_heads, triton.cdiv(problem.dim_k, config["BK"])
         grad_q, grad_k = torch.empty_like(problem.q), torch.empty_like(problem.k)
-        if problem.channel:
-            grad_g = torch.empty_like(problem.g)
-        else:
-            grad_g = problem.g.new_empty(slabs, *g.shape, dtype=torch.float32)
-        _gradients[(len(problem.plan.stored), problem.kv_heads, slabs)](
-            problem.q, problem.k, problem.v, problem.g, grad_out, before, later, grad_q, grad_k, grad_g,
-            problem.plan.stored, problem.scale, problem.kv_heads, problem.tokens, problem.dim_k, problem.dim_v,
-            GROUP=problem.group, LEVELS=SPACING.bit_length(), **(problem.shared | dict(C=SPACING)), **config,
-        )  # fmt: skip
-        grad_g = grad_g if problem.channel else grad_g.sum(0).to(g.dtype)
+        # one gate per head sums over the slabs
+        grad_g = torch.empty_like(problem.g) if problem.channel else g.new_empty(grid[2], *g.shape, dtype=torch.float32)
+        strong = torch.empty(grid, dtype=torch.int32, device=q.device)
+        for levels in (1, SPACING.bit_length()) if problem.channel else (1,):
+            _gradients[grid](
+                problem.q, problem.k, problem.v, problem.g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
+                problem.plan.stored, problem.scale, problem.tokens,
+                GROUP=problem.group, C=SPACING, LEVELS=levels, CHANNEL=problem.channel, **problem.shape, **problem.precision, **config,
+            )  # fmt: skip
+        if not problem.channel:
+            grad_g = grad_g.sum(0).to(g.dtype)
+        grad_initial = last if grad_initial is None else grad_initial
         return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None
 
 
@@ -634,12 +743,13 @@ def gated_linear_attention_step(
     """A few tokens without gradients; arguments as in `gated_linear_attention_fused`."""
     q, k, v, g = (x.contiguous() for x in (q, k, v, log_decay))
     (batch, time, heads, dim_k), (kv_heads, dim_v) = q.shape, v.shape[2:]
-    out = torch.empty(batch, time, heads, dim_v, dtype=v.dtype, device=v.device)
-    final = q.new_empty(batch, kv_heads, dim_k, dim_v, dtype=torch.float32)
+    out = v.new_empty(batch, time, heads, dim_v)
+    final = v.new_empty(batch, kv_heads, dim_k, dim_v, dtype=torch.float32)
     columns = min(_power(dim_v), 32)
     _step[(triton.cdiv(dim_v, columns), kv_heads, batch)](
-        q, k, v, g, out, None if initial_state is None else initial_state.contiguous(), final, scale, time, kv_heads,
-        dim_k, dim_v, GROUP=heads // kv_heads, CHANNEL=g.dim() == 4, BK=_power(dim_k), BV=columns, num_warps=4,
+        q, k, v, g, out, None if initial_state is None else initial_state.contiguous(), final, scale, time,
+        KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM_K=dim_k, DIM_V=dim_v, CHANNEL=g.dim() == 4,
+        BK=_power(dim_k), BV=columns, num_warps=4,
     )  # fmt: skip
     return out, final
 
