@@ -11,6 +11,7 @@ one anchor exponentiate a positive number, and only while it is below BOUND; str
 """
 
 import functools
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -19,7 +20,6 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
-SPACING = 128  # tokens from one stored state to the next in the backward pass
 MAX_DIM_K = 256  # the walk holds all key channels of a state in registers
 INTERPRETED = triton.knobs.runtime.interpret
 MAX_STEPS = 16  # so many tokens, without gradients, are cheaper one by one
@@ -266,8 +266,8 @@ def _totals(
     tiles: tl.constexpr = (DIM_V + BV - 1) // BV
     columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
     values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
-    start, end = tl.load(segments + 4 * n).to(tl.int64), tl.load(segments + 4 * n + 1)
-    chunk = tl.load(segments + 4 * n + 2)
+    start, end = tl.load(segments + 3 * n).to(tl.int64), tl.load(segments + 3 * n + 1)
+    chunk = tl.load(segments + 3 * n + 2)
     state = tl.zeros((BK, BV), tl.float32)
     total = tl.zeros((BK,), tl.float32)
     count = tl.cdiv((end - start).to(tl.int32), C)
@@ -322,12 +322,13 @@ def _join(
 
 @triton.jit
 def _walk(
-    reader, writer, value, g, kept, scores, out, states, initial, final, segments, scale, total_tokens,
+    reader, writer, value, g, kept, scores, out, states, base, initial, final, segments, scale, total_tokens,
     KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, SPACING: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Carry the state through one segment: out = scores @ value + reader @ state, where out is wanted, and keep states.
+    """Carry the state through one segment: out = scores @ value + reader @ state, where out is wanted; keep the states, the one
+    that chunk number `base` meets as the first.
 
     Forward, queries read (decayed here, if `g` is given), keys write and the values are v. In reverse, keys read, queries
     write, the values are the gradients of the output, the scores are transposed, and out is the gradient of v.
@@ -335,8 +336,8 @@ def _walk(
     n, kv_head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BK)
     values = tl.program_id(2) * BV + tl.arange(0, BV)
-    start, end = tl.load(segments + 4 * n).to(tl.int64), tl.load(segments + 4 * n + 1)
-    chunk, stored = tl.load(segments + 4 * n + 2), tl.load(segments + 4 * n + 3)
+    start, end = tl.load(segments + 3 * n).to(tl.int64), tl.load(segments + 3 * n + 1)
+    chunk = tl.load(segments + 3 * n + 2)
     place = n * KV_HEADS + kv_head
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
@@ -349,13 +350,7 @@ def _walk(
         first = start + at * C
         left = (end - first).to(tl.int32)
         if states is not None:
-            if REVERSE:
-                border = (at % (SPACING // C) == SPACING // C - 1) | (at == count - 1)
-            else:
-                border = at % (SPACING // C) == 0
-            if border:
-                slot = (stored + at // (SPACING // C)) * KV_HEADS + kv_head
-                _store_state(states, state, slot, columns, values, DIM_K, DIM_V)
+            _store_state(states, state, (chunk + at - base) * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
         if out is not None:
             old = state.to(OPERAND)
             for r in range(READERS):
@@ -403,7 +398,6 @@ def _gradients(
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
-    causal = rows[:, None] >= rows[None, :]
     columns = slab * BK + tl.arange(0, BK)
     place = n * KV_HEADS + kv_head
 
@@ -422,7 +416,9 @@ def _gradients(
     dk *= tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
     crossing = crossing * tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E) + tl.sum(keys * dk, 0)
 
+    # A token's own weight has no gate in it: apart from the rest, its large equal shares do not blur the gate's gradient.
     change = tl.zeros((C, BK), tl.float32)
+    own = tl.zeros((C, BK), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
         dq = tl.zeros((C, BK), tl.float32)
@@ -434,7 +430,8 @@ def _gradients(
             v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
             pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
             dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
-        pairs = tl.where(causal, pairs * scale, 0.0)
+        diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
+        pairs = tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0)
         queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         if CHANNEL and LEVELS == 1:
             decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
@@ -468,10 +465,11 @@ def _gradients(
             part = pairs * _pair_decay(gates, C, EXACT)
             dq = tl.dot(part, keys, dq * (tl.exp2(log) * scale), input_precision=PRECISION)
             dk = tl.dot(tl.trans(part), queries, dk, input_precision=PRECISION)
-        _store(grad_q, dq, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
         change += queries * dq
-    _store(grad_k, dk, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        own += diagonal * queries
+        _store(grad_q, dq + diagonal * keys, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
     change -= keys * dk
+    _store(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     onwards = rows[:, None] <= rows[None, :]
     if CHANNEL:
         if LEVELS == 1:
@@ -517,31 +515,32 @@ def _step(
 
 
 class _Plan(NamedTuple):
-    """Tables of token positions, int32: chunks and stored states (start, end), segments (start, end, first chunk, first stored state),
-    documents (first segment, number of segments). `joined`: some document has several segments."""
+    """Tables of token positions, int32: chunks (start, end), segments (start, end, first chunk), documents (first segment,
+    number of segments). `cuts`: (first segment, first chunk) of the parts that the backward pass takes one after the other,
+    and the ends. `joined`: some document has several segments."""
 
     chunks: torch.Tensor
-    stored: torch.Tensor
     segments: torch.Tensor
     documents: torch.Tensor
+    cuts: tuple[tuple[int, int], ...]
     joined: bool
 
 
 @functools.lru_cache(maxsize=64)
 def _plan(borders: tuple[int, ...], segment: int, device: torch.device) -> _Plan:
-    chunks, stored, segments, documents = [], [], [], []
+    chunks, segments, documents = [], [], []
     for start, end in zip(borders, borders[1:], strict=False):
-        pieces = -(-(end - start) // segment)
-        length = -(-(end - start) // max(pieces, 1) // SPACING) * SPACING
-        documents.append((len(segments), max(pieces, 1)))
-        cuts = range(start, end, length) if pieces else [start]
-        for at in cuts:
-            stop = min(at + length, end) if pieces else end
-            segments.append((at, stop, len(chunks), len(stored)))
+        pieces = max(-(-(end - start) // segment), 1)
+        length = max(-(-(end - start) // pieces // CHUNK) * CHUNK, CHUNK)
+        documents.append((len(segments), pieces))
+        for at in range(start, start + pieces * length, length):
+            stop = max(at, min(at + length, end))
+            segments.append((at, stop, len(chunks)))
             chunks += [(x, min(x + CHUNK, stop)) for x in range(at, stop, CHUNK)]
-            stored += [(x, min(x + SPACING, stop)) for x in range(at, stop, SPACING)]
-    tables = (torch.tensor(t, dtype=torch.int32).to(device) for t in (chunks, stored, segments, documents))
-    return _Plan(*tables, len(segments) > len(documents))
+    half = len(segments) // 2
+    cuts = ((0, 0), (half, segments[half][2]), (len(segments), len(chunks)))
+    tables = (torch.tensor(t, dtype=torch.int32).to(device) for t in (chunks, segments, documents))
+    return _Plan(*tables, cuts[half == 0 :], len(segments) > len(documents))
 
 
 class _Launch(NamedTuple):
@@ -559,25 +558,36 @@ def _power(n: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _launch(dim_k: int, dim_v: int) -> _Launch:
+def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
+    """Measured on an H200 in bfloat16 at 16 heads of 128 x 128 and 4 heads of 256 x 512; float32 fits, unmeasured."""
     wide_k, wide_v = _power(dim_k), _power(dim_v)
+    if itemsize == 4:
+        walk_v = min(wide_v, max(16, 4096 // wide_k))
+        return _Launch(
+            scores=dict(BK=min(wide_k, 32), num_warps=4, num_stages=1),
+            totals=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=1),
+            join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
+            walk=dict(BK=wide_k, BV=walk_v, num_warps=4, num_stages=1),
+            gradients=dict(BK=min(wide_k, 32), BV=min(wide_v, 32), num_warps=4, num_stages=1),
+        )
     walk_v = min(wide_v, 128, max(16, 16384 // wide_k))
     return _Launch(
-        scores=dict(BK=min(wide_k, 64), num_warps=4, num_stages=2),
-        totals=dict(BK=min(wide_k, 64), BV=min(wide_v, 128), num_warps=4, num_stages=3),
-        join=dict(BK=16, BV=min(wide_v, 128), num_warps=4, num_stages=3),
-        walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 4096 else 4, num_stages=2),
-        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=8, num_stages=2),
+        scores=dict(BK=min(wide_k, 64), num_warps=4, num_stages=3),
+        totals=dict(BK=min(wide_k, 128), BV=min(wide_v, 128), num_warps=8 if min(wide_k, wide_v) > 64 else 4, num_stages=3),
+        join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
+        walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 8192 else 4, num_stages=2),
+        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 128), num_warps=4, num_stages=2),
     )
 
 
 def _precision(dtype: torch.dtype) -> dict:
-    """Type of the matrix products' operands and how products of float32 operands are formed."""
+    """Type of the matrix products' operands, and how products of float32 operands are formed. float16 is multiplied as
+    bfloat16: sums over the whole sequence would overflow."""
+    exact = INTERPRETED or dtype == torch.float32  # the interpreter's products of bfloat16 are wrong
     return dict(
-        # float16 would overflow in sums over the whole sequence
-        OPERAND=tl.bfloat16 if dtype == torch.bfloat16 and not INTERPRETED else tl.float32,
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
-        EXACT="ieee" if INTERPRETED else "split",  # the interpreter's products of bfloat16 are wrong
+        OPERAND=tl.float32 if exact else tl.bfloat16,
+        PRECISION="ieee" if exact else "tf32",
+        EXACT="ieee" if INTERPRETED else "split",
     )
 
 
@@ -603,11 +613,11 @@ class _Problem:
         self.group = self.heads // self.kv_heads
         self.channel = g.dim() == 4
         self.scale, self.tokens = scale, q.shape[0] * q.shape[1]
-        self.launch = _launch(self.dim_k, self.dim_v)
-        tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, _programs(q.device) * SPACING) * SPACING)
-        self.plan = _plan(borders, segment, q.device)
         self.precision = _precision(q.dtype)
+        self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
+        tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
+        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, _programs(q.device) * CHUNK) * CHUNK)
+        self.plan = _plan(borders, segment, q.device)
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
@@ -656,15 +666,17 @@ class _Problem:
         )
         return starts, final
 
-    def walk(
-        self, start, reader, writer, value, prepared, *, out=None, states=None, final=None, reverse=False, decay_reader=False
-    ) -> None:
+    def walk(self, start, reader, writer, value, ready, *, out=None, states=None, final=None, reverse=False, part=None):
+        """Walk through all segments, or those of one part of the plan, whose states are then kept in `states`."""
         config = self.launch.walk
-        _walk[(len(self.plan.segments), self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
-            reader, writer, value, self.g if decay_reader else None, prepared.kept, prepared.scores, out, states, start, final,
-            self.plan.segments, self.scale, self.tokens,
+        (first, base), (last, _) = part or (self.plan.cuts[0], self.plan.cuts[-1])
+        decay = not reverse and reader is self.q
+        _walk[(last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
+            reader, writer, value, self.g if decay else None, ready.kept, ready.scores, out, states, base,
+            None if start is None else start[first:], None if final is None else final[first:], self.plan.segments[first:],
+            self.scale, self.tokens,
             READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse,
-            C=CHUNK, SPACING=SPACING, CHANNEL=self.channel, **self.shape, **self.precision, **config,
+            C=CHUNK, CHANNEL=self.channel, **self.shape, **self.precision, **config,
         )  # fmt: skip
 
     @property
@@ -672,8 +684,9 @@ class _Problem:
         return torch.bfloat16 if self.precision["OPERAND"] == tl.bfloat16 else torch.float32
 
     def new_states(self) -> torch.Tensor:
-        """Where a walk keeps its states, as operands of products."""
-        return self.q.new_empty(len(self.plan.stored), self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
+        """Where walks keep the states of one part's chunks, as operands of products."""
+        size = max(end[1] - start[1] for start, end in itertools.pairwise(self.plan.cuts))
+        return self.q.new_empty(size, self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
 
     def new_final(self) -> torch.Tensor:
         return self.q.new_empty(len(self.plan.documents), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
@@ -689,7 +702,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
         last = problem.new_final() if final is None else None
         reader = problem.q if ready.q is None else ready.q
-        problem.walk(start, reader, ready.k, problem.v, ready, out=out, final=last, decay_reader=ready.q is None)
+        problem.walk(start, reader, ready.k, problem.v, ready, out=out, final=last)
         ctx.save_for_backward(q, k, v, g, initial, None if start is initial else start)
         ctx.scale, ctx.borders = scale, borders
         ctx.set_materialize_grads(False)
@@ -706,25 +719,27 @@ class _GatedLinearAttention(torch.autograd.Function):
 
         ready = problem.prepare(queries=True)
         end, grad_initial = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
-        later, grad_v = problem.new_states(), torch.empty_like(problem.v)
         last = problem.new_final() if grad_initial is None else None
-        problem.walk(end, ready.k, ready.q, grad_out, ready, out=grad_v, states=later, final=last, reverse=True)
-        before = problem.new_states()
-        problem.walk(start, None, ready.k, problem.v, ready, states=before)
-        del ready, end
-
+        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (problem.q, problem.k, problem.v))
         config = problem.launch.gradients
-        grid = len(problem.plan.stored), problem.kv_heads, triton.cdiv(problem.dim_k, config["BK"])
-        grad_q, grad_k = torch.empty_like(problem.q), torch.empty_like(problem.k)
+        slabs = triton.cdiv(problem.dim_k, config["BK"])
         # one gate per head sums over the slabs
-        grad_g = torch.empty_like(problem.g) if problem.channel else g.new_empty(grid[2], *g.shape, dtype=torch.float32)
-        strong = torch.empty(grid, dtype=torch.int32, device=q.device)
-        for levels in (1, SPACING.bit_length()) if problem.channel else (1,):
-            _gradients[grid](
-                problem.q, problem.k, problem.v, problem.g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
-                problem.plan.stored, problem.scale, problem.tokens,
-                GROUP=problem.group, C=SPACING, LEVELS=levels, CHANNEL=problem.channel, **problem.shape, **problem.precision, **config,
-            )  # fmt: skip
+        grad_g = torch.empty_like(problem.g) if problem.channel else g.new_empty(slabs, *g.shape, dtype=torch.float32)
+        later, before = problem.new_states(), problem.new_states()
+        for part in itertools.pairwise(problem.plan.cuts):
+            problem.walk(
+                end, ready.k, ready.q, grad_out, ready, out=grad_v, states=later, final=last, reverse=True, part=part
+            )
+            problem.walk(start, None, ready.k, problem.v, ready, states=before, part=part)
+            (_, first), (_, stop) = part
+            grid = stop - first, problem.kv_heads, slabs
+            strong = torch.empty(grid, dtype=torch.int32, device=q.device)
+            for levels in (1, CHUNK.bit_length()) if problem.channel else (1,):
+                _gradients[grid](
+                    problem.q, problem.k, problem.v, problem.g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
+                    problem.plan.chunks[first:], problem.scale, problem.tokens, GROUP=problem.group, C=CHUNK,
+                    LEVELS=levels, CHANNEL=problem.channel, **problem.shape, **problem.precision, **config,
+                )  # fmt: skip
         if not problem.channel:
             grad_g = grad_g.sum(0).to(g.dtype)
         grad_initial = last if grad_initial is None else grad_initial
