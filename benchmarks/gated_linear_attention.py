@@ -268,7 +268,8 @@ def start_child(name: str, layout: str, options: argparse.Namespace, cache: str 
     command = [sys.executable, __file__, "--output", options.output, "--device", options.device, "--quick"]
     command += ["--backend", options.backend, "--layouts", layout, "--first-call-of", name]
     command += [] if name == "fla" else ["--no-fla"]
-    environment = os.environ | ({"TRITON_CACHE_DIR": cache} if cache else {})
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}  # whatever this process imports
+    environment |= {"TRITON_CACHE_DIR": cache} if cache else {}
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
 
 

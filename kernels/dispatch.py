@@ -2,6 +2,7 @@
 """Which implementation of an operator runs, and one clear warning when it is the slower one."""
 
 import importlib.util
+import os
 import warnings
 
 import torch
@@ -12,10 +13,21 @@ MIN_CAPABILITY = (8, 0)  # bfloat16 in hardware
 _warned: set[str] = set()
 
 
-def _obstacle(device: torch.device, available: tuple[str, ...]) -> tuple[str, str] | None:
+def _interpreted() -> bool:
+    """Whether Triton kernels run on the CPU, for tests."""
+    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+def _obstacle(
+    device: torch.device, available: tuple[str, ...], limit: str | None, explicit: bool
+) -> tuple[str, str] | None:
     """Why Triton cannot run and what helps, or `None` if it can."""
     if "triton" not in available:
         return "it has no Triton kernel in this release", "use backend='torch'"
+    if limit is not None:
+        return limit, "use backend='torch'"
+    if explicit and _interpreted():
+        return None
     if device.type != "cuda":
         return f"Triton does not run on device {device}", "move the tensors to a CUDA GPU or use backend='torch'"
     if importlib.util.find_spec("triton") is None:
@@ -28,7 +40,9 @@ def _obstacle(device: torch.device, available: tuple[str, ...]) -> tuple[str, st
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces: the warning breaks no graph
-def resolve_backend(operator: str, backend: str, device: torch.device, available: tuple[str, ...]) -> str:
+def resolve_backend(
+    operator: str, backend: str, device: torch.device, available: tuple[str, ...], limit: str | None = None
+) -> str:
     """Choose the implementation of `operator` for tensors on `device`.
 
     Args:
@@ -37,6 +51,7 @@ def resolve_backend(operator: str, backend: str, device: torch.device, available
             "triton" or "torch".
         device: where the inputs are.
         available: implementations that the operator has, out of "triton" and "torch".
+        limit: why its Triton kernels cannot take these inputs, if they cannot.
 
     Returns:
         "triton" or "torch".
@@ -48,7 +63,7 @@ def resolve_backend(operator: str, backend: str, device: torch.device, available
         raise ValueError(f"unknown backend {backend!r} for {operator}: use one of {', '.join(map(repr, BACKENDS))}")
     if backend == "torch":
         return "torch"
-    obstacle = _obstacle(device, available)
+    obstacle = _obstacle(device, available, limit, explicit=backend == "triton")
     if obstacle is None:
         return "triton"
     reason, remedy = obstacle

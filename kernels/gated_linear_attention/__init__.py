@@ -11,6 +11,8 @@ from .reference import gated_linear_attention_parallel, gated_linear_attention_r
 __all__ = ["gated_linear_attention", "gated_linear_attention_parallel", "gated_linear_attention_reference"]
 
 SMALLEST_SUM = 1e-6  # of weights, with `normalize`
+MAX_DIM_K = 256  # a Triton program holds all key channels of a state
+MAX_STEPS = 16  # so many tokens, where no gradient is wanted, go through the recurrence one by one
 
 
 def gated_linear_attention(
@@ -84,7 +86,11 @@ def gated_linear_attention(
         if log_decay is not None:
             log_decay = log_decay.masked_fill(ignored[..., None] if log_decay.dim() == 4 else ignored, 0)
     options = dict(scale=scale, cu_seqlens=cu_seqlens)
-    run = _torch if resolve_backend("gated_linear_attention", backend, q.device, ("torch",)) == "torch" else None
+    limit = None
+    if q.dtype == torch.float64 or dim_k > MAX_DIM_K:
+        limit = f"its kernels take up to {MAX_DIM_K} key channels and no float64, got {dim_k} in {q.dtype}"
+    chosen = resolve_backend("gated_linear_attention", backend, q.device, ("triton", "torch"), limit)
+    run = _triton if chosen == "triton" else _torch
     out, state = run(q, k, v, log_decay, initial_state=state, **options)
     if not normalize:
         return out, state
@@ -99,3 +105,15 @@ def _torch(q, k, v, log_decay, **kwargs):
     elif log_decay.dim() == 3:
         log_decay = log_decay[..., None]
     return gated_linear_attention_chunked(q, k, v, log_decay, **kwargs)
+
+
+def _triton(q, k, v, log_decay, *, scale, cu_seqlens, initial_state):
+    from .fused import gated_linear_attention_fused, gated_linear_attention_step
+
+    if log_decay is None:
+        log_decay = k.new_zeros(k.shape[:3])
+    inputs = (q, k, v, log_decay)
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, initial_state) if x is not None)
+    if cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients:
+        return gated_linear_attention_step(*inputs, scale=scale, initial_state=initial_state)
+    return gated_linear_attention_fused(*inputs, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state)

@@ -50,7 +50,9 @@ def gated_linear_attention_chunked(
     if initial_state is None:
         initial_state = v.new_zeros(states, kv_heads, dim_k, dim_v)
     initial_state = initial_state.to(dtype)
-    kept = g.sum(-2).exp().squeeze(3)[..., None]  # what a chunk keeps of the state, (batch, chunks, kv heads, dk or 1, 1)
+    kept = (
+        g.sum(-2).exp().squeeze(3)[..., None]
+    )  # what a chunk keeps of the state, (batch, chunks, kv heads, dk or 1, 1)
     added = ((k * _after(g).exp()).transpose(-1, -2) @ v).squeeze(3)
     if cu_seqlens is None:
         after = linear_scan(kept, added, initial_state)

@@ -20,9 +20,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 CHUNK = 64
-MAX_DIM_K = 256  # the walk holds all key channels of a state in registers
 INTERPRETED = triton.knobs.runtime.interpret
-MAX_STEPS = 16  # so many tokens, without gradients, are cheaper one by one
 BOUND = tl.constexpr(86.0)  # in log2: leaves room below float32's 127
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -46,7 +44,15 @@ def _store(pointer, x, start, left, head, columns, C: tl.constexpr, HEADS: tl.co
 
 @triton.jit
 def _load_gates(
-    pointer, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, CHANNEL: tl.constexpr
+    pointer,
+    start,
+    left,
+    head,
+    columns,
+    C: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    CHANNEL: tl.constexpr,
 ):
     """Gates of one head, (tokens, channels), or (tokens,) for one gate per head."""
     if CHANNEL:
@@ -186,7 +192,8 @@ def _prepare(
         if scores is not None:
             if CHANNEL:
                 grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
-                acc = tl.dot(faded, tl.trans(grown), acc, input_precision=PRECISION)
+                pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
+                acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # rounded as in `_strong_scores`
             else:
                 acc += _dot(queries, tl.trans(keys), OPERAND, PRECISION)
         if decayed_q is not None:
@@ -203,7 +210,6 @@ def _prepare(
             least = tl.minimum(least, tl.min(total, 0))
     if scores is not None:
         if CHANNEL:
-            acc = tl.where(rows[:, None] >= rows[None, :], acc, 0.0)
             tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
         else:
             acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
@@ -216,9 +222,9 @@ def _strong_scores(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The scores of `_prepare` where one anchor does not do. Rows whose decay since the anchor is bounded are finished; for the others the
-    block is halved: pairs across its middle take the middle as anchor, the rest is left to the halves. What becomes of a row
-    depends on no later gate."""
+    """The scores of `_prepare` where one anchor does not do. Rows whose decay since the anchor is bounded are finished; for
+    the others the block is halved: pairs across its middle take the middle as anchor, the rest is left to the halves. What
+    becomes of a row depends on no later gate."""
     n, head = tl.program_id(0), tl.program_id(1)
     if tl.load(strong + n * tl.num_programs(1) + head) == 0:
         return
@@ -266,8 +272,10 @@ def _totals(
     tiles: tl.constexpr = (DIM_V + BV - 1) // BV
     columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
     values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
-    start, end = tl.load(segments + 3 * n).to(tl.int64), tl.load(segments + 3 * n + 1)
-    chunk = tl.load(segments + 3 * n + 2)
+    start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
+    chunk, to_end = tl.load(segments + 6 * n + 2), tl.load(segments + (6 * n + (3 if REVERSE else 4)))
+    if to_end == 0:  # no segment starts where this one ends
+        return
     state = tl.zeros((BK, BV), tl.float32)
     total = tl.zeros((BK,), tl.float32)
     count = tl.cdiv((end - start).to(tl.int32), C)
@@ -291,11 +299,11 @@ def _totals(
 
 @triton.jit
 def _join(
-    totals, decays, initial, starts, final, documents,
+    totals, decays, initial, starts, documents,
     KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     REVERSE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """The state that each segment of a document starts from, and the one after the last."""
+    """The state that each segment of a document starts from."""
     n, kv_head = tl.program_id(0), tl.program_id(1)
     tiles: tl.constexpr = (DIM_V + BV - 1) // BV
     columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
@@ -317,7 +325,6 @@ def _join(
         _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
         state = state * keep + total
         total, at = ahead, following
-    _store_state(final, state, place, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit
@@ -336,8 +343,8 @@ def _walk(
     n, kv_head = tl.program_id(0), tl.program_id(1)
     columns = tl.arange(0, BK)
     values = tl.program_id(2) * BV + tl.arange(0, BV)
-    start, end = tl.load(segments + 3 * n).to(tl.int64), tl.load(segments + 3 * n + 1)
-    chunk = tl.load(segments + 3 * n + 2)
+    start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
+    chunk = tl.load(segments + 6 * n + 2)
     place = n * KV_HEADS + kv_head
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
@@ -375,7 +382,9 @@ def _walk(
             v_rows = _load(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
             state += _dot(tl.trans(written), v_rows, OPERAND, PRECISION)
     if final is not None:
-        _store_state(final, state, place, columns, values, DIM_K, DIM_V)
+        if tl.load(segments + (6 * n + (3 if REVERSE else 4))) == 0:
+            document = tl.load(segments + 6 * n + 5)
+            _store_state(final, state, document * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit
@@ -402,7 +411,9 @@ def _gradients(
     place = n * KV_HEADS + kv_head
 
     dk = tl.zeros((C, BK), tl.float32)
-    crossing = tl.zeros((BK,), tl.float32)  # sum over the value channels of the state after the chunk times its gradient
+    crossing = tl.zeros(
+        (BK,), tl.float32
+    )  # sum over the value channels of the state after the chunk times its gradient
     for tile in range(0, DIM_V, BV):
         values = tile + tl.arange(0, BV)
         s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
@@ -515,9 +526,9 @@ def _step(
 
 
 class _Plan(NamedTuple):
-    """Tables of token positions, int32: chunks (start, end), segments (start, end, first chunk), documents (first segment,
-    number of segments). `cuts`: (first segment, first chunk) of the parts that the backward pass takes one after the other,
-    and the ends. `joined`: some document has several segments."""
+    """Tables of token positions, int32: chunks (start, end); segments (start, end, first chunk, segments of the document
+    before it and after it, document); documents (first segment, number of segments). `cuts`: (first segment, first chunk) of
+    the parts that the backward pass takes one after the other, and the ends. `joined`: some document has several segments."""
 
     chunks: torch.Tensor
     segments: torch.Tensor
@@ -529,13 +540,14 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _plan(borders: tuple[int, ...], segment: int, device: torch.device) -> _Plan:
     chunks, segments, documents = [], [], []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for number, (start, end) in enumerate(itertools.pairwise(borders)):
         pieces = max(-(-(end - start) // segment), 1)
         length = max(-(-(end - start) // pieces // CHUNK) * CHUNK, CHUNK)
+        pieces = max(-(-(end - start) // length), 1)
         documents.append((len(segments), pieces))
-        for at in range(start, start + pieces * length, length):
-            stop = max(at, min(at + length, end))
-            segments.append((at, stop, len(chunks)))
+        for piece, at in enumerate(range(start, start + pieces * length, length)):
+            stop = min(at + length, end)
+            segments.append((at, stop, len(chunks), piece, pieces - 1 - piece, number))
             chunks += [(x, min(x + CHUNK, stop)) for x in range(at, stop, CHUNK)]
     half = len(segments) // 2
     cuts = ((0, 0), (half, segments[half][2]), (len(segments), len(chunks)))
@@ -554,7 +566,8 @@ class _Launch(NamedTuple):
 
 
 def _power(n: int) -> int:
-    return max(16, triton.next_power_of_2(n))
+    """Width of a tile: Triton 3.6 reads beyond shared memory in products of 16 columns."""
+    return max(32, triton.next_power_of_2(n))
 
 
 @functools.lru_cache(maxsize=64)
@@ -562,7 +575,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
     """Measured on an H200 in bfloat16 at 16 heads of 128 x 128 and 4 heads of 256 x 512; float32 fits, unmeasured."""
     wide_k, wide_v = _power(dim_k), _power(dim_v)
     if itemsize == 4:
-        walk_v = min(wide_v, max(16, 4096 // wide_k))
+        walk_v = min(wide_v, max(32, 4096 // wide_k))
         return _Launch(
             scores=dict(BK=min(wide_k, 32), num_warps=4, num_stages=1),
             totals=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=1),
@@ -570,10 +583,12 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
             walk=dict(BK=wide_k, BV=walk_v, num_warps=4, num_stages=1),
             gradients=dict(BK=min(wide_k, 32), BV=min(wide_v, 32), num_warps=4, num_stages=1),
         )
-    walk_v = min(wide_v, 128, max(16, 16384 // wide_k))
+    walk_v = min(wide_v, 128, max(32, 16384 // wide_k))
     return _Launch(
         scores=dict(BK=min(wide_k, 64), num_warps=4, num_stages=3),
-        totals=dict(BK=min(wide_k, 128), BV=min(wide_v, 128), num_warps=8 if min(wide_k, wide_v) > 64 else 4, num_stages=3),
+        totals=dict(
+            BK=min(wide_k, 128), BV=min(wide_v, 128), num_warps=8 if min(wide_k, wide_v) > 64 else 4, num_stages=3
+        ),
         join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
         walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 8192 else 4, num_stages=2),
         gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 128), num_warps=4, num_stages=2),
@@ -628,9 +643,7 @@ class _Problem:
             scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype) if scores else None,
             q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
             k=torch.empty_like(self.k, dtype=self.state_dtype),
-            kept=self.q.new_empty(
-                grid[0], self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32
-            ),
+            kept=self.q.new_empty(grid[0], self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
         )
         strong = torch.empty(grid, dtype=torch.int32, device=self.q.device)
         options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.scores)
@@ -645,14 +658,14 @@ class _Problem:
             )  # fmt: skip
         return result
 
-    def starts(self, initial, writer, value, kept, reverse: bool) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """States at the start of the segments (in reverse, at their end) and after the last; None if segments are documents."""
+    def starts(self, initial, writer, value, kept, reverse: bool) -> torch.Tensor | None:
+        """States at the start of the segments (in reverse, at their end)."""
         if not self.plan.joined:
-            return initial, None
+            return initial
         segments, documents = self.plan.segments, self.plan.documents
         totals = self.q.new_empty(len(segments), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
         decays = totals.new_empty(len(segments), self.kv_heads, self.dim_k)
-        starts, final = torch.empty_like(totals), self.new_final()
+        starts = torch.empty_like(totals)
         config, join = self.launch.totals, self.launch.join
         tiles = triton.cdiv(self.dim_k, config["BK"]) * triton.cdiv(self.dim_v, config["BV"])
         products = dict(OPERAND=self.precision["OPERAND"], PRECISION=self.precision["PRECISION"])
@@ -662,18 +675,20 @@ class _Problem:
         )  # fmt: skip
         tiles = triton.cdiv(self.dim_k, join["BK"]) * triton.cdiv(self.dim_v, join["BV"])
         _join[(len(documents), self.kv_heads, tiles)](
-            totals, decays, initial, starts, final, documents, REVERSE=reverse, **self.shape, **join
+            totals, decays, initial, starts, documents, REVERSE=reverse, **self.shape, **join
         )
-        return starts, final
+        return starts
 
-    def walk(self, start, reader, writer, value, ready, *, out=None, states=None, final=None, reverse=False, part=None):
+    def walk(
+        self, start, reader, writer, value, ready, *, out=None, states=None, final=None, reverse=False, part=None
+    ):
         """Walk through all segments, or those of one part of the plan, whose states are then kept in `states`."""
         config = self.launch.walk
         (first, base), (last, _) = part or (self.plan.cuts[0], self.plan.cuts[-1])
         decay = not reverse and reader is self.q
         _walk[(last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
             reader, writer, value, self.g if decay else None, ready.kept, ready.scores, out, states, base,
-            None if start is None else start[first:], None if final is None else final[first:], self.plan.segments[first:],
+            None if start is None else start[first:], final, self.plan.segments[first:],
             self.scale, self.tokens,
             READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse,
             C=CHUNK, CHANNEL=self.channel, **self.shape, **self.precision, **config,
@@ -698,15 +713,14 @@ class _GatedLinearAttention(torch.autograd.Function):
         problem = _Problem(q, k, v, g, scale, borders)
         # decayed queries are worth their memory where several programs would form them
         ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"])
-        start, final = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
-        out = torch.empty(*q.shape[:3], v.shape[3], dtype=v.dtype, device=v.device)
-        last = problem.new_final() if final is None else None
+        start = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
+        out, final = v.new_empty(*q.shape[:3], v.shape[3]), problem.new_final()
         reader = problem.q if ready.q is None else ready.q
-        problem.walk(start, reader, ready.k, problem.v, ready, out=out, final=last)
+        problem.walk(start, reader, ready.k, problem.v, ready, out=out, final=final)
         ctx.save_for_backward(q, k, v, g, initial, None if start is initial else start)
         ctx.scale, ctx.borders = scale, borders
         ctx.set_materialize_grads(False)
-        return out, last if final is None else final
+        return out, final
 
     @staticmethod
     @once_differentiable
@@ -718,9 +732,10 @@ class _GatedLinearAttention(torch.autograd.Function):
         problem = _Problem(q, k, v, g, ctx.scale, ctx.borders)
 
         ready = problem.prepare(queries=True)
-        end, grad_initial = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
-        last = problem.new_final() if grad_initial is None else None
-        grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (problem.q, problem.k, problem.v))
+        end = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
+        grad_v, grad_initial = torch.empty_like(problem.v), problem.new_final()
+        # a chunk's decayed queries and keys are done with when its gradients are written
+        grad_q, grad_k = (y if x.dtype == y.dtype else torch.empty_like(x) for x, y in ((q, ready.q), (k, ready.k)))
         config = problem.launch.gradients
         slabs = triton.cdiv(problem.dim_k, config["BK"])
         # one gate per head sums over the slabs
@@ -728,7 +743,16 @@ class _GatedLinearAttention(torch.autograd.Function):
         later, before = problem.new_states(), problem.new_states()
         for part in itertools.pairwise(problem.plan.cuts):
             problem.walk(
-                end, ready.k, ready.q, grad_out, ready, out=grad_v, states=later, final=last, reverse=True, part=part
+                end,
+                ready.k,
+                ready.q,
+                grad_out,
+                ready,
+                out=grad_v,
+                states=later,
+                final=grad_initial,
+                reverse=True,
+                part=part,
             )
             problem.walk(start, None, ready.k, problem.v, ready, states=before, part=part)
             (_, first), (_, stop) = part
@@ -742,7 +766,6 @@ class _GatedLinearAttention(torch.autograd.Function):
                 )  # fmt: skip
         if not problem.channel:
             grad_g = grad_g.sum(0).to(g.dtype)
-        grad_initial = last if grad_initial is None else grad_initial
         return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None
 
 
