@@ -64,13 +64,21 @@ def _load_gates(
 
 
 @triton.jit
-def _load_kept(pointer, place, columns, DIM_K: tl.constexpr, CHANNEL: tl.constexpr):
+def _load_kept(pointer, chunk, kv_head, columns, KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, CHANNEL: tl.constexpr):
     """log2 of the decay of a whole chunk, (channels,)."""
+    place = chunk * KV_HEADS + kv_head
     if CHANNEL:
         log = tl.load(pointer + place * DIM_K + columns, mask=columns < DIM_K, other=0.0)
     else:
         log = tl.load(pointer + place + columns * 0)
     return log
+
+
+@triton.jit
+def _next_chunk(i, count, REVERSE: tl.constexpr):
+    """Which chunk of a segment comes after step i: its decay is loaded a step ahead, as nothing else hides that latency."""
+    step = tl.minimum(i + 1, count - 1)
+    return count - 1 - step if REVERSE else step
 
 
 @triton.jit
@@ -279,13 +287,17 @@ def _totals(
     state = tl.zeros((BK, BV), tl.float32)
     total = tl.zeros((BK,), tl.float32)
     count = tl.cdiv((end - start).to(tl.int32), C)
+    log = _load_kept(kept, chunk + (count - 1 if REVERSE else 0), kv_head, columns, KV_HEADS, DIM_K, CHANNEL)
     for i in range(count):
         at = count - 1 - i if REVERSE else i
         first = start + at * C
         left = (end - first).to(tl.int32)
-        log = _load_kept(kept, (chunk + at) * KV_HEADS + kv_head, columns, DIM_K, CHANNEL)
+        following = _load_kept(
+            kept, chunk + _next_chunk(i, count, REVERSE), kv_head, columns, KV_HEADS, DIM_K, CHANNEL
+        )
         total += log
         state *= tl.exp2(log)[:, None]
+        log = following
         for w in range(WRITERS):
             head = kv_head * WRITERS + w
             written = _load(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
@@ -352,7 +364,13 @@ def _walk(
         state = _load_state(initial, place, columns, values, DIM_K, DIM_V)
     rows = tl.arange(0, C)
     count = tl.cdiv((end - start).to(tl.int32), C)
+    log = _load_kept(
+        kept, chunk + tl.maximum(count - 1 if REVERSE else 0, 0), kv_head, columns, KV_HEADS, DIM_K, CHANNEL
+    )
     for i in range(count):
+        following = _load_kept(
+            kept, chunk + _next_chunk(i, count, REVERSE), kv_head, columns, KV_HEADS, DIM_K, CHANNEL
+        )
         at = count - 1 - i if REVERSE else i
         first = start + at * C
         left = (end - first).to(tl.int32)
@@ -375,7 +393,8 @@ def _walk(
                     v_rows = _load(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
                     result += _dot(weights, v_rows, OPERAND, PRECISION)
                 _store(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
-        state *= tl.exp2(_load_kept(kept, (chunk + at) * KV_HEADS + kv_head, columns, DIM_K, CHANNEL))[:, None]
+        state *= tl.exp2(log)[:, None]
+        log = following
         for w in range(WRITERS):
             head = kv_head * WRITERS + w
             written = _load(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
@@ -410,7 +429,9 @@ def _gradients(
     columns = slab * BK + tl.arange(0, BK)
     place = n * KV_HEADS + kv_head
 
+    dq = tl.zeros((C, BK), tl.float32)
     dk = tl.zeros((C, BK), tl.float32)
+    pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
     crossing = tl.zeros(
         (BK,), tl.float32
     )  # sum over the value channels of the state after the chunk times its gradient
@@ -420,6 +441,10 @@ def _gradients(
         d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
         v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
         dk += _dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
+        if GROUP == 1:  # states and values are read once
+            do_rows = _load(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+            pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
+            dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         crossing += tl.sum(s_tile.to(tl.float32) * d_tile.to(tl.float32), 1)
     gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
     keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)
@@ -432,15 +457,16 @@ def _gradients(
     own = tl.zeros((C, BK), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
-        dq = tl.zeros((C, BK), tl.float32)
-        pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
-        for tile in range(0, DIM_V, BV):
-            values = tile + tl.arange(0, BV)
-            s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
-            do_rows = _load(grad_out, start, left, head, values, C, KV_HEADS * GROUP, DIM_V)
-            v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
-            pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
-            dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
+        if GROUP > 1:
+            dq = tl.zeros((C, BK), tl.float32)
+            pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
+            for tile in range(0, DIM_V, BV):
+                values = tile + tl.arange(0, BV)
+                s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
+                do_rows = _load(grad_out, start, left, head, values, C, KV_HEADS * GROUP, DIM_V)
+                v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+                pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
+                dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
         pairs = tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0)
         queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
@@ -591,7 +617,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
         ),
         join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
         walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 8192 else 4, num_stages=2),
-        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 128), num_warps=4, num_stages=2),
+        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=2),
     )
 
 
@@ -637,13 +663,14 @@ class _Problem:
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
     def prepare(self, queries: bool, scores: bool = True) -> "_Prepared":
-        """Weights inside chunks (H, tokens, CHUNK), decayed queries and keys, and the decays of whole chunks."""
+        """Weights inside chunks (H, tokens, CHUNK), decayed queries and keys, and the decays of whole chunks (and of one more,
+        which an empty last document looks at)."""
         grid = len(self.plan.chunks), self.heads
         result = _Prepared(
             scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype) if scores else None,
             q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
             k=torch.empty_like(self.k, dtype=self.state_dtype),
-            kept=self.q.new_empty(grid[0], self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
+            kept=self.q.new_empty(grid[0] + 1, self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
         )
         strong = torch.empty(grid, dtype=torch.int32, device=self.q.device)
         options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.scores)
