@@ -2,6 +2,7 @@
 """Gated linear attention (GLA), and with simpler gates RetNet, TransNormerLLM and plain linear attention."""
 
 import torch
+import torch.nn.functional as F
 
 from ..dispatch import resolve_backend
 from ..packing import check_packed
@@ -112,8 +113,18 @@ def _triton(q, k, v, log_decay, *, scale, cu_seqlens, initial_state):
 
     if log_decay is None:
         log_decay = k.new_zeros(k.shape[:3])
+    # Triton 3.6 reads beyond shared memory where a tensor has one number per token: a column of zeros changes nothing
+    dim_v, pad_k, pad_v = v.shape[3], int(k.shape[3] == 1), int(v.shape[3] == 1)
+    if pad_k or pad_v:
+        q, k, v = F.pad(q, (0, pad_k)), F.pad(k, (0, pad_k)), F.pad(v, (0, pad_v))
+        log_decay = F.pad(log_decay, (0, pad_k)) if log_decay.dim() == 4 else log_decay
+        initial_state = None if initial_state is None else F.pad(initial_state, (0, pad_v, 0, pad_k))
     inputs = (q, k, v, log_decay)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, initial_state) if x is not None)
     if cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients:
-        return gated_linear_attention_step(*inputs, scale=scale, initial_state=initial_state)
-    return gated_linear_attention_fused(*inputs, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state)
+        out, state = gated_linear_attention_step(*inputs, scale=scale, initial_state=initial_state)
+    else:
+        out, state = gated_linear_attention_fused(
+            *inputs, scale=scale, cu_seqlens=cu_seqlens, initial_state=initial_state
+        )
+    return (out[..., :dim_v], state[:, :, : state.shape[2] - pad_k, :dim_v]) if pad_k or pad_v else (out, state)

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Gated linear attention in Triton: forward, backward and the decode step (papers: GLA, sections 2.5, 2.7, 5 and 9).
 
-Forward: `_scores` (weights inside each chunk), `_totals` and `_join` (state at the start of each segment, a run of chunks),
+Forward: `_prepare` (weights inside each chunk, decayed keys), `_totals` and `_join` (state at the start of each segment, a run of chunks),
 `_walk` (outputs, one segment a program, state in registers). Backward: the same four in reverse give the gradient of v and
 the gradients D of the states, a walk without outputs gives the states S again, and `_gradients` the rest, chunk by chunk.
 
@@ -181,7 +181,7 @@ def _prepare(
     """One chunk and query head: scale * sum_c q_ic k_jc exp(G_ic - G_jc) for the pairs j <= i, anchored at the chunk's start;
     queries decayed from the start and keys decayed to the end; log2 of the whole chunk's decay.
 
-    Where that is below -BOUND, `strong` is set and `_strong_scores` forms the scores again.
+    Where that is below -BOUND, `strong` is set and `_prepare_strong` forms scores and keys again.
     """
     n, head = tl.program_id(0), tl.program_id(1)
     kv_head = head // GROUP
@@ -196,43 +196,44 @@ def _prepare(
         keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
         gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
         log = _upto(gates, CHANNEL, C, EXACT)
+        total = tl.sum(gates.to(tl.float32), 0) * LOG2E
         faded = queries.to(tl.float32) * tl.exp2(log)
-        if scores is not None:
-            if CHANNEL:
-                grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
-                pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
-                acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # rounded as in `_strong_scores`
-            else:
-                acc += _dot(queries, tl.trans(keys), OPERAND, PRECISION)
+        if CHANNEL:
+            grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
+            pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
+            acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # rounded as in `_prepare_strong`
+            ended = grown * tl.exp2(total)[None, :]
+        else:
+            acc += _dot(queries, tl.trans(keys), OPERAND, PRECISION)
+            ended = keys.to(tl.float32) * tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
         if decayed_q is not None:
             _store(decayed_q, faded * scale, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
-        total = tl.sum(gates.to(tl.float32), 0) * LOG2E
         if head % GROUP == 0:
-            after = _after(gates, log, CHANNEL, C, OPERAND, EXACT)
-            _store(decayed_k, keys.to(tl.float32) * tl.exp2(after), start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+            _store(decayed_k, ended, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
             if CHANNEL:
                 tl.store(kept + (n * KV_HEADS + kv_head) * DIM_K + columns, total, mask=columns < DIM_K)
             else:
                 tl.store(kept + n * KV_HEADS + kv_head, total)
         if CHANNEL:
             least = tl.minimum(least, tl.min(total, 0))
-    if scores is not None:
-        if CHANNEL:
-            tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
-        else:
-            acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
-        _store(scores + head.to(tl.int64) * total_tokens * C, acc * scale, start, left, 0, rows, C, 1, C)
+    if CHANNEL:
+        tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
+    else:
+        acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
+    _store(scores + head.to(tl.int64) * total_tokens * C, acc * scale, start, left, 0, rows, C, 1, C)
 
 
 @triton.jit
-def _strong_scores(
-    q, k, g, scores, strong, chunks, scale, total_tokens,
+def _prepare_strong(
+    q, k, g, scores, strong, decayed_k, chunks, scale, total_tokens,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """The scores of `_prepare` where one anchor does not do. Rows whose decay since the anchor is bounded are finished; for
-    the others the block is halved: pairs across its middle take the middle as anchor, the rest is left to the halves. What
-    becomes of a row depends on no later gate."""
+    """Scores and keys of `_prepare` where one anchor does not do.
+
+    Rows whose decay since the anchor is bounded are finished; for the others the block is halved: pairs across its middle
+    take the middle as anchor, the rest is left to the halves. What becomes of a row depends on no later gate.
+    """
     n, head = tl.program_id(0), tl.program_id(1)
     if tl.load(strong + n * tl.num_programs(1) + head) == 0:
         return
@@ -245,6 +246,10 @@ def _strong_scores(
         queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         keys = _load(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
         gates = _load(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
+        if head % GROUP == 0:
+            log = _upto(gates, True, C, EXACT)
+            ended = keys * tl.exp2(_after(gates, log, True, C, OPERAND, EXACT))
+            _store(decayed_k, ended, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
         size = C
         waiting = C
         pending = rows >= 0
@@ -416,7 +421,7 @@ def _gradients(
     """Gradients of queries, keys and gates in one chunk, for one slab of key channels (papers: GLA, section 2.7).
 
     With LEVELS = 1, one anchor serves the chunk, and where it does not `strong` is set; with more, only chunks so marked are
-    done, as in `_strong_scores`.
+    done, as in `_prepare_strong`.
     """
     n, kv_head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     mark = strong + (n * KV_HEADS + kv_head) * tl.num_programs(2) + slab
@@ -584,7 +589,7 @@ def _plan(borders: tuple[int, ...], segment: int, device: torch.device) -> _Plan
 class _Launch(NamedTuple):
     """Tile sizes and warps of the kernels; the state of one walk has to fit into the registers of one program."""
 
-    scores: dict
+    prepare: dict
     totals: dict
     join: dict
     walk: dict
@@ -603,7 +608,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
     if itemsize == 4:
         walk_v = min(wide_v, max(32, 4096 // wide_k))
         return _Launch(
-            scores=dict(BK=min(wide_k, 32), num_warps=4, num_stages=1),
+            prepare=dict(BK=min(wide_k, 32), num_warps=4, num_stages=1),
             totals=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=1),
             join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
             walk=dict(BK=wide_k, BV=walk_v, num_warps=4, num_stages=1),
@@ -611,13 +616,13 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
         )
     walk_v = min(wide_v, 128, max(32, 16384 // wide_k))
     return _Launch(
-        scores=dict(BK=min(wide_k, 64), num_warps=4, num_stages=3),
+        prepare=dict(BK=min(wide_k, 64), num_warps=4, num_stages=3),
         totals=dict(
             BK=min(wide_k, 128), BV=min(wide_v, 128), num_warps=8 if min(wide_k, wide_v) > 64 else 4, num_stages=3
         ),
         join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
         walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 8192 else 4, num_stages=2),
-        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=2),
+        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3),
     )
 
 
@@ -662,28 +667,28 @@ class _Problem:
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
-    def prepare(self, queries: bool, scores: bool = True) -> "_Prepared":
+    def prepare(self, queries: bool) -> "_Prepared":
         """Weights inside chunks (H, tokens, CHUNK), decayed queries and keys, and the decays of whole chunks (and of one more,
         which an empty last document looks at)."""
         grid = len(self.plan.chunks), self.heads
-        result = _Prepared(
-            scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype) if scores else None,
+        ready = _Prepared(
+            scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype),
             q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
             k=torch.empty_like(self.k, dtype=self.state_dtype),
             kept=self.q.new_empty(grid[0] + 1, self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
         )
         strong = torch.empty(grid, dtype=torch.int32, device=self.q.device)
-        options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.scores)
+        options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.prepare)
         _prepare[grid](
-            self.q, self.k, self.g, result.scores, strong, result.q, result.k, result.kept, self.plan.chunks, self.scale,
+            self.q, self.k, self.g, ready.scores, strong, ready.q, ready.k, ready.kept, self.plan.chunks, self.scale,
             self.tokens, CHANNEL=self.channel, **options,
         )  # fmt: skip
-        if self.channel and scores:
-            _strong_scores[grid](
-                self.q, self.k, self.g, result.scores, strong, self.plan.chunks, self.scale, self.tokens,
+        if self.channel:
+            _prepare_strong[grid](
+                self.q, self.k, self.g, ready.scores, strong, ready.k, self.plan.chunks, self.scale, self.tokens,
                 LEVELS=CHUNK.bit_length(), **options,
             )  # fmt: skip
-        return result
+        return ready
 
     def starts(self, initial, writer, value, kept, reverse: bool) -> torch.Tensor | None:
         """States at the start of the segments (in reverse, at their end)."""
