@@ -1,9 +1,10 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Gated linear attention in Triton: forward, backward and the decode step (papers: GLA, sections 2.5, 2.7, 5 and 9).
 
-Forward: `_prepare` (weights inside each chunk, decayed keys), `_totals` and `_join` (state at the start of each segment, a run of chunks),
-`_walk` (outputs, one segment a program, state in registers). Backward: the same four in reverse give the gradient of v and
-the gradients D of the states, a walk without outputs gives the states S again, and `_gradients` the rest, chunk by chunk.
+Forward: `_prepare` (weights inside each chunk, decayed keys), `_totals` and `_join` (state at the start of each segment, a run
+of chunks), `_walk` (outputs, one segment a program, state in registers). Backward: the same four in reverse give the gradient
+of v and the gradients D of the states, a walk without outputs gives the states S again, and `_gradients` the rest, chunk by
+chunk.
 
 The tokens of all rows lie end to end; tables say where chunks, segments and documents begin. Logarithms of decays are sums of
 consecutive gates, formed by products with matrices of zeros and ones, never differences of long sums. Only blocks that share
@@ -201,11 +202,11 @@ def _prepare(
         if CHANNEL:
             grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
             pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
-            acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # rounded as in `_prepare_strong`
             ended = grown * tl.exp2(total)[None, :]
         else:
-            acc += _dot(queries, tl.trans(keys), OPERAND, PRECISION)
+            pairs = _dot(queries, tl.trans(keys), OPERAND, PRECISION)
             ended = keys.to(tl.float32) * tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
+        acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # slab by slab, rounded as in `_prepare_strong`
         if decayed_q is not None:
             _store(decayed_q, faded * scale, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
         if head % GROUP == 0:
@@ -437,19 +438,23 @@ def _gradients(
     dq = tl.zeros((C, BK), tl.float32)
     dk = tl.zeros((C, BK), tl.float32)
     pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
-    crossing = tl.zeros(
-        (BK,), tl.float32
-    )  # sum over the value channels of the state after the chunk times its gradient
+    for tile in range(0, DIM_V, BV):
+        values = tile + tl.arange(0, BV)
+        d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
+        v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+        dk += _dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
+        if GROUP == 1:  # values are read once
+            s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
+            do_rows = _load(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+            pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
+            dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
+    # The state after the chunk times its gradient, summed over the value channels: what every gate of the chunk is due.
+    # A loop of its own: Triton 3.6 overwrites a tile that a product still reads if anything but products reads it too.
+    crossing = tl.zeros((BK,), tl.float32)
     for tile in range(0, DIM_V, BV):
         values = tile + tl.arange(0, BV)
         s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
         d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
-        v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
-        dk += _dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
-        if GROUP == 1:  # states and values are read once
-            do_rows = _load(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
-            pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
-            dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         crossing += tl.sum(s_tile.to(tl.float32) * d_tile.to(tl.float32), 1)
     gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
     keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)

@@ -455,6 +455,33 @@ def test_conservation_law(backend):
     assert grads["log_decay"][:, 0].norm() < 10 * TOLERANCES[DTYPES[backend]] * grads["log_decay"].norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+@pytest.mark.parametrize("strength", [1 / 16, 10])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim_k", "dim_v"), [(16, 16, 128, 128), (4, 4, 256, 512), (8, 2, 128, 128), (8, 8, 64, 64)]
+)
+def test_published_sizes_in_bfloat16(heads, kv_heads, dim_k, dim_v, strength):
+    """Loops of several tiles and segments, as models have them, against PyTorch in float64 on the same GPU."""
+    g = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g, device="cuda")  # noqa: E731
+    batch, time = 2, 2000
+    tensors = [draw(batch, time, n, d).bfloat16() for n, d in ((heads, dim_k), (kv_heads, dim_k), (kv_heads, dim_v))]
+    tensors.append((strength * F.logsigmoid(draw(batch, time, kv_heads, dim_k))).bfloat16())
+    tensors.append(draw(batch, kv_heads, dim_k, dim_v))
+    weights = [draw(batch, time, heads, dim_v).bfloat16(), draw(batch, kv_heads, dim_k, dim_v)]
+    results = []
+    for dtype, backend in ((None, "triton"), (None, "triton"), (torch.float64, "torch")):
+        leaves = [x.to(dtype or x.dtype).requires_grad_() for x in tensors]
+        found = gated_linear_attention(*leaves[:4], initial_state=leaves[4], backend=backend)
+        grads = torch.autograd.grad(found, leaves, [w.to(x.dtype) for w, x in zip(weights, found, strict=True)])
+        results.append([*found, *grads])
+    for name, ours, again, exact in zip(("out", "state", *NAMES), *results, strict=True):
+        assert torch.equal(ours, again), name
+        difference, size = (ours.double() - exact).norm(), exact.norm()
+        assert difference <= 5e-3 * size, f"{name}: relative error {difference / size:.1e}"
+
+
 def test_the_same_bits_every_time(backend):
     tensors = inputs(1, 130, 4, 2, 5, 3)
     first, second = (differentiate(lambda t: run(t, backend, torch.float32), tensors) for _ in range(2))
