@@ -1,14 +1,21 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Every command of the README does what it says."""
 
+import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
+from hf_linattn import GLAConfig, GLAForCausalLM
 from hf_linattn.cli import _parser, main
+from hf_linattn.models.gla import import_fla
 
 SMALL = {
     "convert": ["--tokens", "2000", "--lengths", "64,128", "--latents", "8", "--window", "16"],
@@ -17,25 +24,59 @@ SMALL = {
     "evaluate": [],
     "revert": [],
 }
+SMALL_PROGRAMS = {
+    "examples/train_gla.py": "--vocab 300 --hidden 32 --layers 1 --heads 2 --length 32 --steps 2".split(),
+    "benchmarks/gated_linear_attention.py": "--device cpu --quick --layouts 16x128 --only speed".split(),
+}
 
 
 def blocks(repo_root, language):
     return re.findall(rf"```{language}\n(.*?)```", (repo_root / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 
 
+def save_fla(folder):
+    """A tiny checkpoint as flash-linear-attention would write it."""
+    sizes = dict(vocab_size=64, hidden_size=32, num_hidden_layers=1, intermediate_size=64)
+    model = GLAForCausalLM(GLAConfig(**sizes, tie_word_embeddings=False))
+    theirs = {ours: name for name, ours in import_fla.OUTER.items()}
+    theirs |= {f"model.layers.0.{ours}": f"model.layers.0.{name}" for name, ours in import_fla.INNER.items()}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(model_type="gla", num_heads=4) | sizes))
+    save_file({theirs[name]: tensor for name, tensor in model.state_dict().items()}, folder / "model.safetensors")
+
+
 @pytest.fixture
 def user_folder(tiny_checkpoint, tmp_path, monkeypatch, repo_root):
-    """A folder with what the README assumes: a checkpoint and a text."""
+    """A folder with what the README assumes: checkpoints, a text, and the repository's programs."""
     shutil.copytree(tiny_checkpoint(), tmp_path / "my-llama")
+    save_fla(tmp_path / "their-gla")
     prose = (repo_root / "LICENSE").read_text(encoding="utf-8")
     (tmp_path / "text.txt").write_text(prose * 8, encoding="utf-8")
-    shutil.copytree(repo_root / "examples", tmp_path / "examples")
+    for name in ("examples", "benchmarks"):
+        shutil.copytree(repo_root / name, tmp_path / name)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
+def lines_with(repo_root, program):
+    lines = [line for block in blocks(repo_root, "sh") for line in block.splitlines()]
+    assert all(line.startswith(("hf-linattn ", "python ", "make ")) for line in lines)
+    return [line for line in lines if line.startswith(program)]
+
+
+def run_programs(repo_root):
+    """The lines that start a program of the repository, with smaller numbers."""
+    path = os.pathsep.join(filter(None, [str(repo_root), os.environ.get("PYTHONPATH")]))
+    programs = [shlex.split(line, comments=True)[1:] for line in lines_with(repo_root, "python")]
+    assert {words[0] for words in programs} == SMALL_PROGRAMS.keys()
+    for words in programs:
+        command = [sys.executable, *words, *SMALL_PROGRAMS[words[0]]]
+        result = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+        assert result.returncode == 0, (words, result.stderr)
+
+
 def test_shell_commands_run(repo_root, user_folder, capsys):
-    lines = [line for block in blocks(repo_root, "sh") for line in block.splitlines() if line.startswith("hf-linattn")]
+    lines = lines_with(repo_root, "hf-linattn")
     run = 0
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
@@ -46,7 +87,8 @@ def test_shell_commands_run(repo_root, user_folder, capsys):
     assert run >= 5 and {line.split()[1] for line in lines} >= {*SMALL, "push", "demo"}
 
 
-def test_python_blocks_run(repo_root, user_folder):
+def test_programs_and_python_blocks_run(repo_root, user_folder):
+    run_programs(repo_root)
     torch.manual_seed(0)
     scope = {}
     code = blocks(repo_root, "python")
@@ -57,11 +99,13 @@ def test_python_blocks_run(repo_root, user_folder):
             block.replace('output="converted"', 'output="converted", tokens=2000, lengths=[64, 128], latents=8'), scope
         )
     assert (user_folder / "converted" / "report.json").is_file()
+    assert (user_folder / "imported-gla" / "model.safetensors").is_file()
+    assert (user_folder / "benchmarks" / "data" / "gated_linear_attention.json").is_file()
 
 
 def test_make_targets_exist(repo_root):
     targets = re.findall(r"^(\w+):", (repo_root / "Makefile").read_text(), re.MULTILINE)
-    named = re.findall(r"^make (\w+)", "\n".join(blocks(repo_root, "sh")), re.MULTILINE)
+    named = [line.split()[1] for line in lines_with(repo_root, "make")]
     assert {"demo", "test"} <= set(named) <= set(targets)
 
 
