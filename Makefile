@@ -22,9 +22,10 @@ demo: $(STAMP)
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS)
-# The Triton kernels on the CPU, in Triton's interpreter; pytest fails if it finds none of these tests.
+# The Triton kernels on the CPU, in Triton's interpreter; pytest fails if it finds none of these tests. The slowest are left out.
 ifeq ($(shell uname -s),Linux)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_gated_linear_attention.py -k "triton and not long_memory"
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_gated_linear_attention.py \
+		-k "triton and not (long_memory or half_precision or split_anywhere or permutations or same_bits)"
 endif
 
 lint: $(STAMP)

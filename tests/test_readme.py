@@ -53,7 +53,7 @@ def user_folder(tiny_checkpoint, tmp_path, monkeypatch, repo_root):
     prose = (repo_root / "LICENSE").read_text(encoding="utf-8")
     (tmp_path / "text.txt").write_text(prose * 8, encoding="utf-8")
     for name in ("examples", "benchmarks"):
-        shutil.copytree(repo_root / name, tmp_path / name)
+        shutil.copytree(repo_root / name, tmp_path / name, ignore=shutil.ignore_patterns("data"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
