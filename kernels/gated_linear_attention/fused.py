@@ -336,13 +336,14 @@ def _join(
     at = (first + (count - 1 if REVERSE else 0)) * KV_HEADS + kv_head
     step = -KV_HEADS if REVERSE else KV_HEADS
     total = _load_state(totals, at, columns, values, DIM_K, DIM_V)
-    for i in range(count):
+    for _ in range(count - 1):
         keep = tl.exp2(tl.load(decays + at * DIM_K + columns, mask=columns < DIM_K, other=0.0))[:, None]
-        following = at + (step if i + 1 < count else 0)
-        ahead = _load_state(totals, following, columns, values, DIM_K, DIM_V)
+        ahead = _load_state(totals, at + step, columns, values, DIM_K, DIM_V)
         _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
         state = state * keep + total
-        total, at = ahead, following
+        total = ahead
+        at += step
+    _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit
