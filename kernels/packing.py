@@ -4,6 +4,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 
 def check_packed(cu_seqlens: torch.Tensor, batch: int, time: int) -> None:
@@ -13,6 +14,18 @@ def check_packed(cu_seqlens: torch.Tensor, batch: int, time: int) -> None:
     ends = cu_seqlens.tolist()
     if cu_seqlens.dim() != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != time or sorted(ends) != ends:
         raise ValueError(f"cu_seqlens must rise from 0 to the length {time} of the row, got {ends}")
+
+
+def packed_borders(position_ids: torch.Tensor | None, batch: int) -> torch.Tensor | None:
+    """Borders of documents in rows laid end to end, read from positions (B or 1, T) that start again, if any do."""
+    if position_ids is None or position_ids.shape[1] == 1:
+        return None
+    positions = position_ids.expand(batch, -1)
+    starts = F.pad(positions.diff(dim=1) != 1, (1, 0))
+    if not starts.any():
+        return None
+    starts[:, 0] = True
+    return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=positions.numel())
 
 
 def document_index(cu_seqlens: torch.Tensor, time: int) -> torch.Tensor:

@@ -649,7 +649,7 @@ def _programs(device: torch.device) -> int:
 
 
 class _Prepared(NamedTuple):
-    scores: torch.Tensor | None
+    scores: torch.Tensor
     q: torch.Tensor | None
     k: torch.Tensor
     kept: torch.Tensor
@@ -673,7 +673,7 @@ class _Problem:
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
-    def prepare(self, queries: bool) -> "_Prepared":
+    def prepare(self, queries: bool) -> _Prepared:
         """Weights inside chunks (H, tokens, CHUNK), decayed queries and keys, and the decays of whole chunks (and of one more,
         which an empty last document looks at)."""
         grid = len(self.plan.chunks), self.heads

@@ -15,7 +15,6 @@
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -28,6 +27,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ...cache import ensure_state_layers
+from ...kernels.packing import packed_borders
 from ...mixers.gla import GLAMixer, ShortConvolution
 from ...mixers.latte import LatteRMSNorm
 from .configuration_gla import GLAConfig
@@ -160,18 +160,6 @@ class GLAModel(GLAPreTrainedModel):
         if time == 1:  # which the library takes for a generated token, never padding
             return attention_mask[:, -1:]
         return create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask)
-
-
-def packed_borders(position_ids: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Borders of documents in rows laid end to end, read from positions (B or 1, T) that start again, if any do."""
-    if position_ids is None or position_ids.shape[1] == 1:
-        return None
-    positions = position_ids.expand(batch, -1)
-    starts = F.pad(positions.diff(dim=1) != 1, (1, 0))
-    if not starts.any():
-        return None
-    starts[:, 0] = True
-    return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=positions.numel())
 
 
 def keep_positions(hidden_states: torch.Tensor, kept: int | torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, DynamicCach
 from transformers.masking_utils import sdpa_mask
 
 from ...cache import ensure_state_layers
+from ...kernels.packing import packed_borders
 from ...mixers.latte import LatteMixer, Variant
 
 IMPLEMENTATION = "hf_linattn"
@@ -137,8 +138,9 @@ class LinAttnModelMixin(LinAttnPreTrainedMixin):
         if linattn_mask is None and isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 2:
             linattn_mask = attention_mask
         cu_seqlens = kwargs.get("cu_seq_lens_q")
-        if cu_seqlens is None and linattn_mask is None and past_key_values is None:
-            cu_seqlens = _packed_borders(position_ids, tokens.shape[0])
+        one_row = tokens.shape[0] == 1 and not torch.compiler.is_compiling()
+        if cu_seqlens is None and linattn_mask is None and past_key_values is None and one_row:
+            cu_seqlens = packed_borders(position_ids, 1)
         # CODEPATH: true for families without local layers, and where those are converted too (`--layers all`).
         if len(self.config.converted_layers) == self.config.num_hidden_layers and not isinstance(attention_mask, dict):
             # No layer reads a mask over all pairs: a 4-D one is passed through and keeps it from being built.
@@ -206,17 +208,6 @@ class LinAttnForCausalLMMixin(LinAttnPreTrainedMixin):
             time = (tokens if tokens is not None else inputs["inputs_embeds"]).shape[1]
             inputs["linattn_mask"] = attention_mask[:, -time:]
         return inputs
-
-
-def _packed_borders(position_ids: torch.Tensor | None, batch: int) -> torch.Tensor | None:
-    """Borders of documents packed in one row, read from positions that start again."""
-    if position_ids is None or batch != 1 or position_ids.shape[-1] == 1 or torch.compiler.is_compiling():
-        return None
-    starts = torch.nonzero(position_ids[0].diff() != 1).flatten() + 1
-    if not len(starts):
-        return None
-    zero, end = starts.new_zeros(1), starts.new_full((1,), position_ids.shape[-1])
-    return torch.cat([zero, starts, end])
 
 
 def make_model(native: type[PreTrainedModel], config_class: type) -> type[PreTrainedModel]:
