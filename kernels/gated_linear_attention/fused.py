@@ -103,6 +103,15 @@ def _dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _operand(x, PRECISION: tl.constexpr):
+    """x as a TF32 product sees it, so that the same number can be used outside of it."""
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
 def _sums(mask, x, EXACT: tl.constexpr):
     """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
     if EXACT == "ieee":
@@ -174,8 +183,22 @@ def _to_middle(g, size, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
+def _store_scores(pointer, rest, x, start, left, head, total_tokens, C: tl.constexpr):
+    """Weights of one chunk, (queries, keys). In bfloat16, what rounding takes away from a weight goes to the other side of the
+    diagonal, which is empty (from the diagonal itself, to `rest`): products of both parts are as good as with 16 bits."""
+    rows = tl.arange(0, C)
+    high = x.to(pointer.dtype.element_ty)
+    if pointer.dtype.element_ty == tl.bfloat16:
+        low = x - high.to(tl.float32)
+        own = tl.sum(tl.where(rows[:, None] == rows[None, :], low, 0.0), 1)
+        tl.store(rest + head.to(tl.int64) * total_tokens + start + rows, own, mask=rows < left)
+        high = tl.where(rows[:, None] >= rows[None, :], high, tl.trans(low).to(tl.bfloat16))
+    _store(pointer + head.to(tl.int64) * total_tokens * C, high, start, left, 0, rows, C, 1, C)
+
+
+@triton.jit
 def _prepare(
-    q, k, g, scores, strong, decayed_q, decayed_k, kept, chunks, scale, total_tokens,
+    q, k, g, scores, rest, strong, decayed_q, decayed_k, kept, chunks, scale, total_tokens,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -202,9 +225,11 @@ def _prepare(
         if CHANNEL:
             grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
             pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
-            ended = grown * tl.exp2(total)[None, :]
         else:
             pairs = _dot(queries, tl.trans(keys), OPERAND, PRECISION)
+        if CHANNEL and OPERAND == tl.bfloat16:
+            ended = grown * tl.exp2(total)[None, :]
+        else:
             ended = keys.to(tl.float32) * tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
         acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # slab by slab, rounded as in `_prepare_strong`
         if decayed_q is not None:
@@ -221,12 +246,12 @@ def _prepare(
         tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
     else:
         acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
-    _store(scores + head.to(tl.int64) * total_tokens * C, acc * scale, start, left, 0, rows, C, 1, C)
+    _store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
 @triton.jit
 def _prepare_strong(
-    q, k, g, scores, strong, decayed_k, chunks, scale, total_tokens,
+    q, k, g, scores, rest, strong, decayed_k, chunks, scale, total_tokens,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -271,7 +296,7 @@ def _prepare_strong(
                     late = rows % size >= size // 2
                     acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
                 size = size // 2
-    _store(scores + head.to(tl.int64) * total_tokens * C, acc * scale, start, left, 0, rows, C, 1, C)
+    _store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
 @triton.jit
@@ -346,9 +371,9 @@ def _join(
     _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["segments"])
 def _walk(
-    reader, writer, value, g, kept, scores, out, states, base, initial, final, segments, scale, total_tokens,
+    reader, writer, value, g, kept, scores, rest, out, states, base, initial, final, segments, scale, total_tokens,
     KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -393,12 +418,22 @@ def _walk(
                     read = read * (tl.exp2(_upto(gates, CHANNEL, C, EXACT)) * scale)
                 result = _dot(read, old, OPERAND, PRECISION)
                 for w in range(WRITERS):
-                    pair = scores + (kv_head * READERS * WRITERS + r * WRITERS + w).to(tl.int64) * total_tokens * C
+                    at_head = (kv_head * READERS * WRITERS + r * WRITERS + w).to(tl.int64) * total_tokens
+                    pair = scores + at_head * C
                     weights = _load(pair, first, left, 0, rows, C, 1, C)
-                    if REVERSE:
-                        weights = tl.trans(weights)
                     v_rows = _load(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
-                    result += _dot(weights, v_rows, OPERAND, PRECISION)
+                    turned = tl.trans(weights)  # `_store_scores`: one side holds the weights, the other what they lack
+                    if REVERSE:
+                        high = tl.where(rows[:, None] <= rows[None, :], turned, 0.0)
+                        low = tl.where(rows[:, None] < rows[None, :], weights, 0.0)
+                    else:
+                        high = tl.where(rows[:, None] >= rows[None, :], weights, 0.0)
+                        low = tl.where(rows[:, None] > rows[None, :], turned, 0.0)
+                    result += _dot(high, v_rows, OPERAND, PRECISION)
+                    if OPERAND == tl.bfloat16:
+                        own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
+                        low = tl.where(rows[:, None] == rows[None, :], own[:, None], low)
+                        result += _dot(low, v_rows, OPERAND, PRECISION)
                 _store(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
         state *= tl.exp2(log)[:, None]
         log = following
@@ -413,7 +448,7 @@ def _walk(
             _store_state(final, state, document * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["chunks"])
 def _gradients(
     q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, CHANNEL: tl.constexpr,
@@ -439,24 +474,22 @@ def _gradients(
     dq = tl.zeros((C, BK), tl.float32)
     dk = tl.zeros((C, BK), tl.float32)
     pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
+    # The state after the chunk times its gradient, summed over the value channels: what every gate of the chunk is due.
+    # A product of which the diagonal counts: Triton 3.6 overwrites a tile that products and others read in one loop.
+    crossings = tl.zeros((BK, BK), tl.float32)
     for tile in range(0, DIM_V, BV):
         values = tile + tl.arange(0, BV)
         d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
+        s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
         v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
         dk += _dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
+        crossings += _dot(s_tile, tl.trans(d_tile), OPERAND, PRECISION)
         if GROUP == 1:  # values are read once
-            s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
             do_rows = _load(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
             pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
             dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
-    # The state after the chunk times its gradient, summed over the value channels: what every gate of the chunk is due.
-    # A loop of its own: Triton 3.6 overwrites a tile that a product still reads if anything but products reads it too.
-    crossing = tl.zeros((BK,), tl.float32)
-    for tile in range(0, DIM_V, BV):
-        values = tile + tl.arange(0, BV)
-        s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
-        d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
-        crossing += tl.sum(s_tile.to(tl.float32) * d_tile.to(tl.float32), 1)
+    channels = tl.arange(0, BK)
+    crossing = tl.sum(tl.where(channels[:, None] == channels[None, :], crossings, 0.0), 1)
     gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
     keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)
     log = _upto(gates, CHANNEL, C, EXACT)
@@ -464,7 +497,8 @@ def _gradients(
     crossing = crossing * tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E) + tl.sum(keys * dk, 0)
 
     # A token's own weight has no gate in it: apart from the rest, its large equal shares do not blur the gate's gradient.
-    change = tl.zeros((C, BK), tl.float32)
+    # There a pair counts once with its query and once, negative, with its key: rounded alike, they cancel where they have to.
+    change = -keys * dk
     own = tl.zeros((C, BK), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
@@ -481,12 +515,18 @@ def _gradients(
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
         pairs = tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0)
         queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
+        if CHANNEL:
+            dq *= tl.exp2(log) * scale
+            change += queries * dq
         if CHANNEL and LEVELS == 1:
             decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
-            dq = decay * tl.dot(pairs, keys * growth, dq * scale, input_precision=PRECISION)
-            dk += growth * tl.dot(tl.trans(pairs), queries * decay, input_precision=PRECISION)
+            faded, grown = _operand(queries * decay, PRECISION), _operand(keys * growth, PRECISION)
+            to_q = tl.dot(pairs, grown, input_precision=PRECISION)
+            to_k = tl.dot(tl.trans(pairs), faded, input_precision=PRECISION)
+            change += faded * to_q - grown * to_k
+            dq += decay * to_q
+            dk += growth * to_k
         elif CHANNEL:
-            dq *= tl.exp2(log) * scale
             size = C
             waiting = C
             pending = rows >= 0
@@ -498,25 +538,33 @@ def _gradients(
                     block = rows // size
                     same = block[:, None] == block[None, :]
                     part = tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
-                    dq += decay * tl.dot(part, keys * growth, input_precision=PRECISION)
-                    dk += growth * tl.dot(tl.trans(part), queries * decay, input_precision=PRECISION)
+                    faded, grown = _operand(queries * decay, PRECISION), _operand(keys * growth, PRECISION)
+                    to_q = tl.dot(part, grown, input_precision=PRECISION)
+                    to_k = tl.dot(tl.trans(part), faded, input_precision=PRECISION)
+                    change += faded * to_q - grown * to_k
+                    dq += decay * to_q
+                    dk += growth * to_k
                     pending = pending & (bounded == 0)
                     waiting = tl.sum(pending.to(tl.int32), 0)
                     if waiting > 0:
                         decay = _to_middle(gates, size, C, EXACT)
                         late = rows % size >= size // 2
                         part = tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
-                        dq += decay * tl.dot(part, keys * decay, input_precision=PRECISION)
-                        dk += decay * tl.dot(tl.trans(part), queries * decay, input_precision=PRECISION)
+                        faded, grown = _operand(queries * decay, PRECISION), _operand(keys * decay, PRECISION)
+                        to_q = tl.dot(part, grown, input_precision=PRECISION)
+                        to_k = tl.dot(tl.trans(part), faded, input_precision=PRECISION)
+                        change += faded * to_q - grown * to_k
+                        dq += decay * to_q
+                        dk += decay * to_k
                     size = size // 2
         else:
             part = pairs * _pair_decay(gates, C, EXACT)
+            before_k = dk
             dq = tl.dot(part, keys, dq * (tl.exp2(log) * scale), input_precision=PRECISION)
             dk = tl.dot(tl.trans(part), queries, dk, input_precision=PRECISION)
-        change += queries * dq
+            change += queries * dq - keys * (dk - before_k)
         own += diagonal * queries
         _store(grad_q, dq + diagonal * keys, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
-    change -= keys * dk
     _store(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     onwards = rows[:, None] <= rows[None, :]
     if CHANNEL:
@@ -537,8 +585,9 @@ def _step(
     BK: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """A few tokens through the recurrence, the state read and written once."""
-    values = tl.program_id(0) * BV + tl.arange(0, BV)
-    kv_head, row = tl.program_id(1), tl.program_id(2)
+    tiles: tl.constexpr = (DIM_V + BV - 1) // BV
+    row, kv_head = tl.program_id(0) // (tiles * KV_HEADS), tl.program_id(0) // tiles % KV_HEADS
+    values = tl.program_id(0) % tiles * BV + tl.arange(0, BV)
     columns = tl.arange(0, BK)
     k_inside, v_inside = columns < DIM_K, values < DIM_V
     if initial is None:
@@ -643,13 +692,13 @@ def _precision(dtype: torch.dtype) -> dict:
     )
 
 
-def _programs(device: torch.device) -> int:
-    """How many programs keep the device busy."""
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+def _processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 class _Prepared(NamedTuple):
     scores: torch.Tensor
+    rest: torch.Tensor
     q: torch.Tensor | None
     k: torch.Tensor
     kept: torch.Tensor
@@ -658,7 +707,7 @@ class _Prepared(NamedTuple):
 class _Problem:
     """One call's tensors, laid end to end, and everything that its kernels share."""
 
-    def __init__(self, q, k, v, g, scale, borders):
+    def __init__(self, q, k, v, g, scale, borders, train):
         self.q, self.k, self.v, self.g = (x.contiguous() for x in (q, k, v, g))
         self.heads, self.dim_k = q.shape[2:]
         self.kv_heads, self.dim_v = v.shape[2:]
@@ -668,7 +717,9 @@ class _Problem:
         self.precision = _precision(q.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, _programs(q.device) * CHUNK) * CHUNK)
+        # of a large state one program fits; the backward pass takes half of the segments at a time
+        programs = _processors(q.device) * (1 if self.launch.walk["num_warps"] == 8 and not train else 2)
+        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, programs * CHUNK) * CHUNK)
         self.plan = _plan(borders, segment, q.device)
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
@@ -679,6 +730,7 @@ class _Problem:
         grid = len(self.plan.chunks), self.heads
         ready = _Prepared(
             scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype),
+            rest=self.q.new_empty(self.heads, self.tokens, dtype=self.state_dtype),
             q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
             k=torch.empty_like(self.k, dtype=self.state_dtype),
             kept=self.q.new_empty(grid[0] + 1, self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
@@ -686,12 +738,12 @@ class _Problem:
         strong = torch.empty(grid, dtype=torch.int32, device=self.q.device)
         options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.prepare)
         _prepare[grid](
-            self.q, self.k, self.g, ready.scores, strong, ready.q, ready.k, ready.kept, self.plan.chunks, self.scale,
-            self.tokens, CHANNEL=self.channel, **options,
+            self.q, self.k, self.g, ready.scores, ready.rest, strong, ready.q, ready.k, ready.kept, self.plan.chunks,
+            self.scale, self.tokens, CHANNEL=self.channel, **options,
         )  # fmt: skip
         if self.channel:
             _prepare_strong[grid](
-                self.q, self.k, self.g, ready.scores, strong, ready.k, self.plan.chunks, self.scale, self.tokens,
+                self.q, self.k, self.g, ready.scores, ready.rest, strong, ready.k, self.plan.chunks, self.scale, self.tokens,
                 LEVELS=CHUNK.bit_length(), **options,
             )  # fmt: skip
         return ready
@@ -725,7 +777,7 @@ class _Problem:
         (first, base), (last, _) = part or (self.plan.cuts[0], self.plan.cuts[-1])
         decay = not reverse and reader is self.q
         _walk[(last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
-            reader, writer, value, self.g if decay else None, ready.kept, ready.scores, out, states, base,
+            reader, writer, value, self.g if decay else None, ready.kept, ready.scores, ready.rest, out, states, base,
             None if start is None else start[first:], final, self.plan.segments[first:],
             self.scale, self.tokens,
             READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse,
@@ -747,8 +799,8 @@ class _Problem:
 
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, initial, scale, borders):
-        problem = _Problem(q, k, v, g, scale, borders)
+    def forward(ctx, q, k, v, g, initial, scale, borders, train):
+        problem = _Problem(q, k, v, g, scale, borders, train)
         # decayed queries are worth their memory where several programs would form them
         ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"])
         start = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
@@ -767,7 +819,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         start = initial if start is None else start
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
-        problem = _Problem(q, k, v, g, ctx.scale, ctx.borders)
+        problem = _Problem(q, k, v, g, ctx.scale, ctx.borders, train=True)
 
         ready = problem.prepare(queries=True)
         end = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
@@ -804,7 +856,7 @@ class _GatedLinearAttention(torch.autograd.Function):
                 )  # fmt: skip
         if not problem.channel:
             grad_g = grad_g.sum(0).to(g.dtype)
-        return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None
+        return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None, None
 
 
 def gated_linear_attention_step(
@@ -822,7 +874,7 @@ def gated_linear_attention_step(
     out = v.new_empty(batch, time, heads, dim_v)
     final = v.new_empty(batch, kv_heads, dim_k, dim_v, dtype=torch.float32)
     columns = min(_power(dim_v), 32)
-    _step[(triton.cdiv(dim_v, columns), kv_heads, batch)](
+    _step[(batch * kv_heads * triton.cdiv(dim_v, columns),)](
         q, k, v, g, out, None if initial_state is None else initial_state.contiguous(), final, scale, time,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM_K=dim_k, DIM_V=dim_v, CHANNEL=g.dim() == 4,
         BK=_power(dim_k), BV=columns, num_warps=4,
@@ -845,4 +897,6 @@ def gated_linear_attention_fused(
     batch, time = q.shape[:2]
     borders = tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
     initial_state = None if initial_state is None else initial_state.float().contiguous()
-    return _GatedLinearAttention.apply(q, k, v, log_decay, initial_state, scale, borders)
+    inputs = (q, k, v, log_decay, initial_state)
+    train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
+    return _GatedLinearAttention.apply(*inputs, scale, borders, train)
