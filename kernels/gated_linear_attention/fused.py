@@ -20,27 +20,23 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-CHUNK = 64
-INTERPRETED = triton.knobs.runtime.interpret
+from ..tiles import (
+    CHUNK,
+    LOG2E,
+    dot,
+    load_rows,
+    load_state,
+    make_plan,
+    processors,
+    product_precision,
+    selected_sums,
+    store_rows,
+    store_state,
+    tf32,
+    tile_width,
+)
+
 BOUND = tl.constexpr(86.0)  # in log2: leaves room below float32's 127
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _load(pointer, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """C rows of one head of a (tokens, HEADS, WIDTH) tensor from token `start` (int64) on, zero beyond `left` rows."""
-    rows = tl.arange(0, C)
-    mask = (rows < left)[:, None] & (columns < WIDTH)[None, :]
-    tile = rows[:, None] * (HEADS * WIDTH) + columns[None, :]
-    return tl.load(pointer + (start * HEADS + head) * WIDTH + tile, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(pointer, x, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    rows = tl.arange(0, C)
-    mask = (rows < left)[:, None] & (columns < WIDTH)[None, :]
-    tile = rows[:, None] * (HEADS * WIDTH) + columns[None, :]
-    tl.store(pointer + (start * HEADS + head) * WIDTH + tile, x.to(pointer.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -57,7 +53,7 @@ def _load_gates(
 ):
     """Gates of one head, (tokens, channels), or (tokens,) for one gate per head."""
     if CHANNEL:
-        gates = _load(pointer, start, left, head, columns, C, HEADS, WIDTH)
+        gates = load_rows(pointer, start, left, head, columns, C, HEADS, WIDTH)
     else:
         rows = tl.arange(0, C)
         gates = tl.load(pointer + start * HEADS + head + rows * HEADS, mask=rows < left, other=0.0).to(tl.float32)
@@ -83,58 +79,12 @@ def _next_chunk(i, count, REVERSE: tl.constexpr):
 
 
 @triton.jit
-def _load_state(pointer, place, columns, values, DIM_K: tl.constexpr, DIM_V: tl.constexpr):
-    """A tile of the state number `place`, (columns, values)."""
-    tile = columns[:, None] * DIM_V + values[None, :]
-    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-    return tl.load(pointer + place.to(tl.int64) * (DIM_K * DIM_V) + tile, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_state(pointer, x, place, columns, values, DIM_K: tl.constexpr, DIM_V: tl.constexpr):
-    tile = columns[:, None] * DIM_V + values[None, :]
-    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
-    tl.store(pointer + place.to(tl.int64) * (DIM_K * DIM_V) + tile, x.to(pointer.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
-    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION)
-
-
-@triton.jit
-def _operand(x, PRECISION: tl.constexpr):
-    """x as a TF32 product sees it, so that the same number can be used outside of it."""
-    if PRECISION == "tf32":
-        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        x = bits.to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
-def _sums(mask, x, EXACT: tl.constexpr):
-    """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
-    if EXACT == "ieee":
-        sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    else:  # float32 is the sum of three bfloat16, whose products with one are exact
-        ones = mask.to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        sums = tl.dot(ones, high)
-        if x.dtype != tl.bfloat16:
-            rest = x.to(tl.float32) - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            sums = tl.dot(ones, middle, sums)
-            sums = tl.dot(ones, (rest - middle.to(tl.float32)).to(tl.bfloat16), sums)
-    return sums
-
-
-@triton.jit
 def _upto(g, CHANNEL: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
     """log2 of the decay from the chunk's start to each row, that row's gate included; (C, channels or 1)."""
     rows = tl.arange(0, C)
     inside = rows[:, None] >= rows[None, :]
     if CHANNEL:
-        log = _sums(inside, g, EXACT) * LOG2E
+        log = selected_sums(inside, g, EXACT) * LOG2E
     else:
         log = tl.sum(tl.where(inside, g[None, :], 0.0), 1)[:, None] * LOG2E
     return log
@@ -148,7 +98,7 @@ def _after(g, upto, CHANNEL: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexp
     if CHANNEL and OPERAND == tl.bfloat16:  # to bfloat16, a difference of sums is as good as a sum
         log = tl.sum(tl.where(rows[:, None] == C - 1, upto, 0.0), 0)[None, :] - upto
     elif CHANNEL:
-        log = _sums(inside, g, EXACT) * LOG2E
+        log = selected_sums(inside, g, EXACT) * LOG2E
     else:
         log = tl.sum(tl.where(inside, g[None, :], 0.0), 1)[:, None] * LOG2E
     return log
@@ -160,7 +110,7 @@ def _pair_decay(g, C: tl.constexpr, EXACT: tl.constexpr):
     rows = tl.arange(0, C)
     causal = rows[:, None] >= rows[None, :]
     later = tl.where(rows[:, None] > rows[None, :], g[:, None], 0.0)
-    return tl.where(causal, tl.exp2(_sums(causal, later, EXACT) * LOG2E), 0.0)
+    return tl.where(causal, tl.exp2(selected_sums(causal, later, EXACT) * LOG2E), 0.0)
 
 
 @triton.jit
@@ -169,7 +119,7 @@ def _in_block(g, size, C: tl.constexpr, EXACT: tl.constexpr):
     rows = tl.arange(0, C)
     first = rows // size * size
     inside = (rows[None, :] >= first[:, None]) & (rows[None, :] <= rows[:, None]) & (size > 1)
-    return _sums(inside, g, EXACT) * LOG2E
+    return selected_sums(inside, g, EXACT) * LOG2E
 
 
 @triton.jit
@@ -179,7 +129,7 @@ def _to_middle(g, size, C: tl.constexpr, EXACT: tl.constexpr):
     middle = rows // size * size + size // 2
     low, high = tl.minimum(rows, middle), tl.maximum(rows, middle)
     inside = (rows[None, :] > low[:, None]) & (rows[None, :] <= high[:, None])
-    return tl.exp2(_sums(inside, g, EXACT) * LOG2E)
+    return tl.exp2(selected_sums(inside, g, EXACT) * LOG2E)
 
 
 @triton.jit
@@ -193,7 +143,7 @@ def _store_scores(pointer, rest, x, start, left, head, total_tokens, C: tl.const
         own = tl.sum(tl.where(rows[:, None] == rows[None, :], low, 0.0), 1)
         tl.store(rest + head.to(tl.int64) * total_tokens + start + rows, own, mask=rows < left)
         high = tl.where(rows[:, None] >= rows[None, :], high, tl.trans(low).to(tl.bfloat16))
-    _store(pointer + head.to(tl.int64) * total_tokens * C, high, start, left, 0, rows, C, 1, C)
+    store_rows(pointer + head.to(tl.int64) * total_tokens * C, high, start, left, 0, rows, C, 1, C)
 
 
 @triton.jit
@@ -216,8 +166,8 @@ def _prepare(
     least = 0.0
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
-        queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
-        keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+        keys = load_rows(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
         gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
         log = _upto(gates, CHANNEL, C, EXACT)
         total = tl.sum(gates.to(tl.float32), 0) * LOG2E
@@ -226,16 +176,16 @@ def _prepare(
             grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
             pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
         else:
-            pairs = _dot(queries, tl.trans(keys), OPERAND, PRECISION)
+            pairs = dot(queries, tl.trans(keys), OPERAND, PRECISION)
         if CHANNEL and OPERAND == tl.bfloat16:
             ended = grown * tl.exp2(total)[None, :]
         else:
             ended = keys.to(tl.float32) * tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
         acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # slab by slab, rounded as in `_prepare_strong`
         if decayed_q is not None:
-            _store(decayed_q, faded * scale, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+            store_rows(decayed_q, faded * scale, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
         if head % GROUP == 0:
-            _store(decayed_k, ended, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+            store_rows(decayed_k, ended, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
             if CHANNEL:
                 tl.store(kept + (n * KV_HEADS + kv_head) * DIM_K + columns, total, mask=columns < DIM_K)
             else:
@@ -269,13 +219,13 @@ def _prepare_strong(
     acc = tl.zeros((C, C), tl.float32)
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
-        queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
-        keys = _load(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
-        gates = _load(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
+        queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
+        keys = load_rows(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
+        gates = load_rows(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
         if head % GROUP == 0:
             log = _upto(gates, True, C, EXACT)
             ended = keys * tl.exp2(_after(gates, log, True, C, OPERAND, EXACT))
-            _store(decayed_k, ended, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
+            store_rows(decayed_k, ended, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
         size = C
         waiting = C
         pending = rows >= 0
@@ -331,11 +281,11 @@ def _totals(
         log = following
         for w in range(WRITERS):
             head = kv_head * WRITERS + w
-            written = _load(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
-            v_rows = _load(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
-            state += _dot(tl.trans(written), v_rows, OPERAND, PRECISION)
+            written = load_rows(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
+            v_rows = load_rows(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
+            state += dot(tl.trans(written), v_rows, OPERAND, PRECISION)
     place = n * KV_HEADS + kv_head
-    _store_state(totals, state, place, columns, values, DIM_K, DIM_V)
+    store_state(totals, state, place, columns, values, DIM_K, DIM_V)
     if tl.program_id(2) % tiles == 0:
         tl.store(decays + place * DIM_K + columns, total, mask=columns < DIM_K)
 
@@ -356,19 +306,19 @@ def _join(
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
     else:
-        state = _load_state(initial, place, columns, values, DIM_K, DIM_V)
+        state = load_state(initial, place, columns, values, DIM_K, DIM_V)
     # one segment ahead, so that loads do not wait for stores
     at = (first + (count - 1 if REVERSE else 0)) * KV_HEADS + kv_head
     step = -KV_HEADS if REVERSE else KV_HEADS
-    total = _load_state(totals, at, columns, values, DIM_K, DIM_V)
+    total = load_state(totals, at, columns, values, DIM_K, DIM_V)
     for _ in range(count - 1):
         keep = tl.exp2(tl.load(decays + at * DIM_K + columns, mask=columns < DIM_K, other=0.0))[:, None]
-        ahead = _load_state(totals, at + step, columns, values, DIM_K, DIM_V)
-        _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
+        ahead = load_state(totals, at + step, columns, values, DIM_K, DIM_V)
+        store_state(starts, state, at, columns, values, DIM_K, DIM_V)
         state = state * keep + total
         total = ahead
         at += step
-    _store_state(starts, state, at, columns, values, DIM_K, DIM_V)
+    store_state(starts, state, at, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["segments"])
@@ -393,7 +343,7 @@ def _walk(
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
     else:
-        state = _load_state(initial, place, columns, values, DIM_K, DIM_V)
+        state = load_state(initial, place, columns, values, DIM_K, DIM_V)
     rows = tl.arange(0, C)
     count = tl.cdiv((end - start).to(tl.int32), C)
     log = _load_kept(
@@ -407,21 +357,21 @@ def _walk(
         first = start + at * C
         left = (end - first).to(tl.int32)
         if states is not None:
-            _store_state(states, state, (chunk + at - base) * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
+            store_state(states, state, (chunk + at - base) * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
         if out is not None:
             old = state.to(OPERAND)
             for r in range(READERS):
                 head = kv_head * READERS + r
-                read = _load(reader, first, left, head, columns, C, KV_HEADS * READERS, DIM_K)
+                read = load_rows(reader, first, left, head, columns, C, KV_HEADS * READERS, DIM_K)
                 if g is not None:
                     gates = _load_gates(g, first, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
                     read = read * (tl.exp2(_upto(gates, CHANNEL, C, EXACT)) * scale)
-                result = _dot(read, old, OPERAND, PRECISION)
+                result = dot(read, old, OPERAND, PRECISION)
                 for w in range(WRITERS):
                     at_head = (kv_head * READERS * WRITERS + r * WRITERS + w).to(tl.int64) * total_tokens
                     pair = scores + at_head * C
-                    weights = _load(pair, first, left, 0, rows, C, 1, C)
-                    v_rows = _load(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
+                    weights = load_rows(pair, first, left, 0, rows, C, 1, C)
+                    v_rows = load_rows(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
                     turned = tl.trans(weights)  # `_store_scores`: one side holds the weights, the other what they lack
                     if REVERSE:
                         high = tl.where(rows[:, None] <= rows[None, :], turned, 0.0)
@@ -429,23 +379,23 @@ def _walk(
                     else:
                         high = tl.where(rows[:, None] >= rows[None, :], weights, 0.0)
                         low = tl.where(rows[:, None] > rows[None, :], turned, 0.0)
-                    result += _dot(high, v_rows, OPERAND, PRECISION)
+                    result += dot(high, v_rows, OPERAND, PRECISION)
                     if OPERAND == tl.bfloat16:
                         own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
                         low = tl.where(rows[:, None] == rows[None, :], own[:, None], low)
-                        result += _dot(low, v_rows, OPERAND, PRECISION)
-                _store(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
+                        result += dot(low, v_rows, OPERAND, PRECISION)
+                store_rows(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
         state *= tl.exp2(log)[:, None]
         log = following
         for w in range(WRITERS):
             head = kv_head * WRITERS + w
-            written = _load(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
-            v_rows = _load(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
-            state += _dot(tl.trans(written), v_rows, OPERAND, PRECISION)
+            written = load_rows(writer, first, left, head, columns, C, KV_HEADS * WRITERS, DIM_K)
+            v_rows = load_rows(value, first, left, head, values, C, KV_HEADS * WRITERS, DIM_V)
+            state += dot(tl.trans(written), v_rows, OPERAND, PRECISION)
     if final is not None:
         if tl.load(segments + (6 * n + (3 if REVERSE else 4))) == 0:
             document = tl.load(segments + 6 * n + 5)
-            _store_state(final, state, document * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
+            store_state(final, state, document * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit(do_not_specialize_on_alignment=["chunks"])
@@ -479,19 +429,19 @@ def _gradients(
     crossings = tl.zeros((BK, BK), tl.float32)
     for tile in range(0, DIM_V, BV):
         values = tile + tl.arange(0, BV)
-        d_tile = _load_state(later, place, columns, values, DIM_K, DIM_V)
-        s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
-        v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
-        dk += _dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
-        crossings += _dot(s_tile, tl.trans(d_tile), OPERAND, PRECISION)
+        d_tile = load_state(later, place, columns, values, DIM_K, DIM_V)
+        s_tile = load_state(before, place, columns, values, DIM_K, DIM_V)
+        v_rows = load_rows(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+        dk += dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
+        crossings += dot(s_tile, tl.trans(d_tile), OPERAND, PRECISION)
         if GROUP == 1:  # values are read once
-            do_rows = _load(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
-            pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
-            dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
+            do_rows = load_rows(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+            pairs += dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
+            dq += dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
     channels = tl.arange(0, BK)
     crossing = tl.sum(tl.where(channels[:, None] == channels[None, :], crossings, 0.0), 1)
     gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
-    keys = _load(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)
+    keys = load_rows(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)
     log = _upto(gates, CHANNEL, C, EXACT)
     dk *= tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
     crossing = crossing * tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E) + tl.sum(keys * dk, 0)
@@ -507,20 +457,20 @@ def _gradients(
             pairs = tl.zeros((C, C), tl.float32)  # gradient of the chunk's scores
             for tile in range(0, DIM_V, BV):
                 values = tile + tl.arange(0, BV)
-                s_tile = _load_state(before, place, columns, values, DIM_K, DIM_V)
-                do_rows = _load(grad_out, start, left, head, values, C, KV_HEADS * GROUP, DIM_V)
-                v_rows = _load(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
-                pairs += _dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
-                dq += _dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
+                s_tile = load_state(before, place, columns, values, DIM_K, DIM_V)
+                do_rows = load_rows(grad_out, start, left, head, values, C, KV_HEADS * GROUP, DIM_V)
+                v_rows = load_rows(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
+                pairs += dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
+                dq += dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
         pairs = tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0)
-        queries = _load(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
+        queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         if CHANNEL:
             dq *= tl.exp2(log) * scale
             change += queries * dq
         if CHANNEL and LEVELS == 1:
             decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
-            faded, grown = _operand(queries * decay, PRECISION), _operand(keys * growth, PRECISION)
+            faded, grown = tf32(queries * decay, PRECISION), tf32(keys * growth, PRECISION)
             to_q = tl.dot(pairs, grown, input_precision=PRECISION)
             to_k = tl.dot(tl.trans(pairs), faded, input_precision=PRECISION)
             change += faded * to_q - grown * to_k
@@ -538,7 +488,7 @@ def _gradients(
                     block = rows // size
                     same = block[:, None] == block[None, :]
                     part = tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
-                    faded, grown = _operand(queries * decay, PRECISION), _operand(keys * growth, PRECISION)
+                    faded, grown = tf32(queries * decay, PRECISION), tf32(keys * growth, PRECISION)
                     to_q = tl.dot(part, grown, input_precision=PRECISION)
                     to_k = tl.dot(tl.trans(part), faded, input_precision=PRECISION)
                     change += faded * to_q - grown * to_k
@@ -550,7 +500,7 @@ def _gradients(
                         decay = _to_middle(gates, size, C, EXACT)
                         late = rows % size >= size // 2
                         part = tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
-                        faded, grown = _operand(queries * decay, PRECISION), _operand(keys * decay, PRECISION)
+                        faded, grown = tf32(queries * decay, PRECISION), tf32(keys * decay, PRECISION)
                         to_q = tl.dot(part, grown, input_precision=PRECISION)
                         to_k = tl.dot(tl.trans(part), faded, input_precision=PRECISION)
                         change += faded * to_q - grown * to_k
@@ -564,14 +514,14 @@ def _gradients(
             dk = tl.dot(tl.trans(part), queries, dk, input_precision=PRECISION)
             change += queries * dq - keys * (dk - before_k)
         own += diagonal * queries
-        _store(grad_q, dq + diagonal * keys, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
-    _store(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        store_rows(grad_q, dq + diagonal * keys, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+    store_rows(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     onwards = rows[:, None] <= rows[None, :]
     if CHANNEL:
         if LEVELS == 1:
             tl.store(mark, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
-        dg = _sums(onwards, change, EXACT) + crossing[None, :]
-        _store(grad_g, dg, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        dg = selected_sums(onwards, change, EXACT) + crossing[None, :]
+        store_rows(grad_g, dg, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     else:
         dg = tl.sum(tl.where(onwards, tl.sum(change, 1)[None, :], 0.0), 1) + tl.sum(crossing, 0)
         place = (slab.to(tl.int64) * total_tokens + start + rows) * KV_HEADS + kv_head
@@ -593,7 +543,7 @@ def _step(
     if initial is None:
         state = tl.zeros((BK, BV), tl.float32)
     else:
-        state = _load_state(initial, row * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
+        state = load_state(initial, row * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
     for t in range(time):
         at = (row.to(tl.int64) * time + t) * KV_HEADS + kv_head
         key = tl.load(k + at * DIM_K + columns, mask=k_inside, other=0.0).to(tl.float32)
@@ -608,37 +558,7 @@ def _step(
             query = tl.load(q + (at * GROUP + j) * DIM_K + columns, mask=k_inside, other=0.0).to(tl.float32)
             result = tl.sum(query[:, None] * state, 0) * scale
             tl.store(out + (at * GROUP + j) * DIM_V + values, result.to(out.dtype.element_ty), mask=v_inside)
-    _store_state(final, state, row * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
-
-
-class _Plan(NamedTuple):
-    """Tables of token positions, int32: chunks (start, end); segments (start, end, first chunk, segments of the document
-    before it and after it, document); documents (first segment, number of segments). `cuts`: (first segment, first chunk) of
-    the parts that the backward pass takes one after the other, and the ends. `joined`: some document has several segments."""
-
-    chunks: torch.Tensor
-    segments: torch.Tensor
-    documents: torch.Tensor
-    cuts: tuple[tuple[int, int], ...]
-    joined: bool
-
-
-@functools.lru_cache(maxsize=64)
-def _plan(borders: tuple[int, ...], segment: int, device: torch.device) -> _Plan:
-    chunks, segments, documents = [], [], []
-    for number, (start, end) in enumerate(itertools.pairwise(borders)):
-        pieces = max(-(-(end - start) // segment), 1)
-        length = max(-(-(end - start) // pieces // CHUNK) * CHUNK, CHUNK)
-        pieces = max(-(-(end - start) // length), 1)
-        documents.append((len(segments), pieces))
-        for piece, at in enumerate(range(start, start + pieces * length, length)):
-            stop = min(at + length, end)
-            segments.append((at, stop, len(chunks), piece, pieces - 1 - piece, number))
-            chunks += [(x, min(x + CHUNK, stop)) for x in range(at, stop, CHUNK)]
-    half = len(segments) // 2
-    cuts = ((0, 0), (half, segments[half][2]), (len(segments), len(chunks)))
-    tables = (torch.tensor(t, dtype=torch.int32).to(device) for t in (chunks, segments, documents))
-    return _Plan(*tables, cuts[half == 0 :], len(segments) > len(documents))
+    store_state(final, state, row * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
 
 
 class _Launch(NamedTuple):
@@ -651,15 +571,10 @@ class _Launch(NamedTuple):
     gradients: dict
 
 
-def _power(n: int) -> int:
-    """Width of a tile: Triton 3.6 reads beyond shared memory in products of 16 columns."""
-    return max(32, triton.next_power_of_2(n))
-
-
 @functools.lru_cache(maxsize=64)
 def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
     """Measured on an H200 in bfloat16 at 16 heads of 128 x 128 and 4 heads of 256 x 512; float32 fits, unmeasured."""
-    wide_k, wide_v = _power(dim_k), _power(dim_v)
+    wide_k, wide_v = tile_width(dim_k), tile_width(dim_v)
     if itemsize == 4:
         walk_v = min(wide_v, max(32, 4096 // wide_k))
         return _Launch(
@@ -681,21 +596,6 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
     )
 
 
-def _precision(dtype: torch.dtype) -> dict:
-    """Type of the matrix products' operands, and how products of float32 operands are formed. float16 is multiplied as
-    bfloat16: sums over the whole sequence would overflow."""
-    exact = INTERPRETED or dtype == torch.float32  # the interpreter's products of bfloat16 are wrong
-    return dict(
-        OPERAND=tl.float32 if exact else tl.bfloat16,
-        PRECISION="ieee" if exact else "tf32",
-        EXACT="ieee" if INTERPRETED else "split",
-    )
-
-
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 class _Prepared(NamedTuple):
     scores: torch.Tensor
     rest: torch.Tensor
@@ -714,13 +614,13 @@ class _Problem:
         self.group = self.heads // self.kv_heads
         self.channel = g.dim() == 4
         self.scale, self.tokens = scale, q.shape[0] * q.shape[1]
-        self.precision = _precision(q.dtype)
+        self.precision = product_precision(q.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
         # of a large state one program fits; the backward pass takes half of the segments at a time
-        programs = _processors(q.device) * (1 if self.launch.walk["num_warps"] == 8 and not train else 2)
+        programs = processors(q.device) * (1 if self.launch.walk["num_warps"] == 8 and not train else 2)
         segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, programs * CHUNK) * CHUNK)
-        self.plan = _plan(borders, segment, q.device)
+        self.plan = make_plan(borders, segment, q.device)
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
@@ -873,11 +773,11 @@ def gated_linear_attention_step(
     (batch, time, heads, dim_k), (kv_heads, dim_v) = q.shape, v.shape[2:]
     out = v.new_empty(batch, time, heads, dim_v)
     final = v.new_empty(batch, kv_heads, dim_k, dim_v, dtype=torch.float32)
-    columns = min(_power(dim_v), 32)
+    columns = min(tile_width(dim_v), 32)
     _step[(batch * kv_heads * triton.cdiv(dim_v, columns),)](
         q, k, v, g, out, None if initial_state is None else initial_state.contiguous(), final, scale, time,
         KV_HEADS=kv_heads, GROUP=heads // kv_heads, DIM_K=dim_k, DIM_V=dim_v, CHANNEL=g.dim() == 4,
-        BK=_power(dim_k), BV=columns, num_warps=4,
+        BK=tile_width(dim_k), BV=columns, num_warps=4,
     )  # fmt: skip
     return out, final
 

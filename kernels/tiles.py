@@ -1,0 +1,131 @@
+# Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+"""What the Triton kernels of several operators share: tiles of tensors, their products, and tables of chunks.
+
+The tokens of all rows lie end to end; tables say where chunks, segments (runs of chunks that one program walks through) and
+documents begin.
+"""
+
+import functools
+import itertools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+CHUNK = 64
+INTERPRETED = triton.knobs.runtime.interpret
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_rows(pointer, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """C rows of one head of a (tokens, HEADS, WIDTH) tensor from token `start` (int64) on, zero beyond `left` rows."""
+    rows = tl.arange(0, C)
+    mask = (rows < left)[:, None] & (columns < WIDTH)[None, :]
+    tile = rows[:, None] * (HEADS * WIDTH) + columns[None, :]
+    return tl.load(pointer + (start * HEADS + head) * WIDTH + tile, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(pointer, x, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    rows = tl.arange(0, C)
+    mask = (rows < left)[:, None] & (columns < WIDTH)[None, :]
+    tile = rows[:, None] * (HEADS * WIDTH) + columns[None, :]
+    tl.store(pointer + (start * HEADS + head) * WIDTH + tile, x.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_state(pointer, place, columns, values, DIM_K: tl.constexpr, DIM_V: tl.constexpr):
+    """A tile of the state number `place`, (columns, values)."""
+    tile = columns[:, None] * DIM_V + values[None, :]
+    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
+    return tl.load(pointer + place.to(tl.int64) * (DIM_K * DIM_V) + tile, mask=inside, other=0.0)
+
+
+@triton.jit
+def store_state(pointer, x, place, columns, values, DIM_K: tl.constexpr, DIM_V: tl.constexpr):
+    tile = columns[:, None] * DIM_V + values[None, :]
+    inside = (columns < DIM_K)[:, None] & (values < DIM_V)[None, :]
+    tl.store(pointer + place.to(tl.int64) * (DIM_K * DIM_V) + tile, x.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    return tl.dot(a.to(OPERAND), b.to(OPERAND), input_precision=PRECISION)
+
+
+@triton.jit
+def tf32(x, PRECISION: tl.constexpr):
+    """x as a TF32 product sees it, so that the same number can be used outside of it."""
+    if PRECISION == "tf32":
+        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+        x = bits.to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def selected_sums(mask, x, EXACT: tl.constexpr):
+    """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
+    if EXACT == "ieee":
+        sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+    else:  # float32 is the sum of three bfloat16, whose products with one are exact
+        ones = mask.to(tl.bfloat16)
+        high = x.to(tl.bfloat16)
+        sums = tl.dot(ones, high)
+        if x.dtype != tl.bfloat16:
+            rest = x.to(tl.float32) - high.to(tl.float32)
+            middle = rest.to(tl.bfloat16)
+            sums = tl.dot(ones, middle, sums)
+            sums = tl.dot(ones, (rest - middle.to(tl.float32)).to(tl.bfloat16), sums)
+    return sums
+
+
+class Plan(NamedTuple):
+    """Tables of token positions, int32: chunks (start, end); segments (start, end, first chunk, segments of the document
+    before it and after it, document); documents (first segment, number of segments). `cuts`: (first segment, first chunk) of
+    the parts that the backward pass takes one after the other, and the ends. `joined`: some document has several segments."""
+
+    chunks: torch.Tensor
+    segments: torch.Tensor
+    documents: torch.Tensor
+    cuts: tuple[tuple[int, int], ...]
+    joined: bool
+
+
+@functools.lru_cache(maxsize=64)
+def make_plan(borders: tuple[int, ...], segment: int, device: torch.device) -> Plan:
+    chunks, segments, documents = [], [], []
+    for number, (start, end) in enumerate(itertools.pairwise(borders)):
+        pieces = max(-(-(end - start) // segment), 1)
+        length = max(-(-(end - start) // pieces // CHUNK) * CHUNK, CHUNK)
+        pieces = max(-(-(end - start) // length), 1)
+        documents.append((len(segments), pieces))
+        for piece, at in enumerate(range(start, start + pieces * length, length)):
+            stop = min(at + length, end)
+            segments.append((at, stop, len(chunks), piece, pieces - 1 - piece, number))
+            chunks += [(x, min(x + CHUNK, stop)) for x in range(at, stop, CHUNK)]
+    half = len(segments) // 2
+    cuts = ((0, 0), (half, segments[half][2]), (len(segments), len(chunks)))
+    tables = (torch.tensor(t, dtype=torch.int32).to(device) for t in (chunks, segments, documents))
+    return Plan(*tables, cuts[half == 0 :], len(segments) > len(documents))
+
+
+def tile_width(n: int) -> int:
+    """Width of a tile: Triton 3.6 reads beyond shared memory in products of 16 columns."""
+    return max(32, triton.next_power_of_2(n))
+
+
+def product_precision(dtype: torch.dtype) -> dict:
+    """Type of the matrix products' operands, and how products of float32 operands are formed. float16 is multiplied as
+    bfloat16: sums over the whole sequence would overflow."""
+    exact = INTERPRETED or dtype == torch.float32  # the interpreter's products of bfloat16 are wrong
+    return dict(
+        OPERAND=tl.float32 if exact else tl.bfloat16,
+        PRECISION="ieee" if exact else "tf32",
+        EXACT="ieee" if INTERPRETED else "split",
+    )
+
+
+def processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
