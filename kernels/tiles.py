@@ -81,6 +81,38 @@ def selected_sums(mask, x, EXACT: tl.constexpr):
     return sums
 
 
+@triton.jit
+def join_segments(
+    totals, decays, initial, starts, documents,
+    KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
+    REVERSE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """The state that each segment of a document starts from (in reverse, at its end), from what the segments before it add
+    (`totals`) and log2 of what they keep (`decays`)."""
+    n, kv_head = tl.program_id(0), tl.program_id(1)
+    tiles: tl.constexpr = (DIM_V + BV - 1) // BV
+    columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
+    values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
+    first, count = tl.load(documents + 2 * n), tl.load(documents + 2 * n + 1)
+    place = n * KV_HEADS + kv_head
+    if initial is None:
+        state = tl.zeros((BK, BV), tl.float32)
+    else:
+        state = load_state(initial, place, columns, values, DIM_K, DIM_V)
+    # one segment ahead, so that loads do not wait for stores
+    at = (first + (count - 1 if REVERSE else 0)) * KV_HEADS + kv_head
+    step = -KV_HEADS if REVERSE else KV_HEADS
+    total = load_state(totals, at, columns, values, DIM_K, DIM_V)
+    for _ in range(count - 1):
+        keep = tl.exp2(tl.load(decays + at * DIM_K + columns, mask=columns < DIM_K, other=0.0))[:, None]
+        ahead = load_state(totals, at + step, columns, values, DIM_K, DIM_V)
+        store_state(starts, state, at, columns, values, DIM_K, DIM_V)
+        state = state * keep + total
+        total = ahead
+        at += step
+    store_state(starts, state, at, columns, values, DIM_K, DIM_V)
+
+
 class Plan(NamedTuple):
     """Tables of token positions, int32: chunks (start, end); segments (start, end, first chunk, segments of the document
     before it and after it, document); documents (first segment, number of segments). `cuts`: (first segment, first chunk) of

@@ -1,10 +1,10 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Gated linear attention in Triton: forward, backward and the decode step (papers: GLA, sections 2.5, 2.7, 5 and 9).
 
-Forward: `_prepare` (weights inside each chunk, decayed keys), `_totals` and `_join` (state at the start of each segment, a run
-of chunks), `_walk` (outputs, one segment a program, state in registers). Backward: the same four in reverse give the gradient
-of v and the gradients D of the states, a walk without outputs gives the states S again, and `_gradients` the rest, chunk by
-chunk.
+Forward: `_prepare` (weights inside each chunk, decayed keys), `_totals` and `join_segments` (state at the start of each
+segment, a run of chunks), `_walk` (outputs, one segment a program, state in registers). Backward: the same four in reverse give
+the gradient of v and the gradients D of the states, a walk without outputs gives the states S again, and `_gradients` the rest,
+chunk by chunk.
 
 The tokens of all rows lie end to end; tables say where chunks, segments and documents begin. Logarithms of decays are sums of
 consecutive gates, formed by products with matrices of zeros and ones, never differences of long sums. Only blocks that share
@@ -24,6 +24,7 @@ from ..tiles import (
     CHUNK,
     LOG2E,
     dot,
+    join_segments,
     load_rows,
     load_state,
     make_plan,
@@ -288,37 +289,6 @@ def _totals(
     store_state(totals, state, place, columns, values, DIM_K, DIM_V)
     if tl.program_id(2) % tiles == 0:
         tl.store(decays + place * DIM_K + columns, total, mask=columns < DIM_K)
-
-
-@triton.jit
-def _join(
-    totals, decays, initial, starts, documents,
-    KV_HEADS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
-    REVERSE: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """The state that each segment of a document starts from."""
-    n, kv_head = tl.program_id(0), tl.program_id(1)
-    tiles: tl.constexpr = (DIM_V + BV - 1) // BV
-    columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
-    values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
-    first, count = tl.load(documents + 2 * n), tl.load(documents + 2 * n + 1)
-    place = n * KV_HEADS + kv_head
-    if initial is None:
-        state = tl.zeros((BK, BV), tl.float32)
-    else:
-        state = load_state(initial, place, columns, values, DIM_K, DIM_V)
-    # one segment ahead, so that loads do not wait for stores
-    at = (first + (count - 1 if REVERSE else 0)) * KV_HEADS + kv_head
-    step = -KV_HEADS if REVERSE else KV_HEADS
-    total = load_state(totals, at, columns, values, DIM_K, DIM_V)
-    for _ in range(count - 1):
-        keep = tl.exp2(tl.load(decays + at * DIM_K + columns, mask=columns < DIM_K, other=0.0))[:, None]
-        ahead = load_state(totals, at + step, columns, values, DIM_K, DIM_V)
-        store_state(starts, state, at, columns, values, DIM_K, DIM_V)
-        state = state * keep + total
-        total = ahead
-        at += step
-    store_state(starts, state, at, columns, values, DIM_K, DIM_V)
 
 
 @triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["segments"])
@@ -664,7 +634,7 @@ class _Problem:
             C=CHUNK, CHANNEL=self.channel, **self.shape, **products, **config,
         )  # fmt: skip
         tiles = triton.cdiv(self.dim_k, join["BK"]) * triton.cdiv(self.dim_v, join["BV"])
-        _join[(len(documents), self.kv_heads, tiles)](
+        join_segments[(len(documents), self.kv_heads, tiles)](
             totals, decays, initial, starts, documents, REVERSE=reverse, **self.shape, **join
         )
         return starts

@@ -8,6 +8,10 @@ from ..packing import check_packed
 from .chunked import latent_attention_chunked
 from .reference import EMPTY, latent_attention_reference
 
+MAX_DIM = 256  # a Triton program holds all value channels of a mean
+MAX_LATENTS = 64
+MAX_STEPS = 16  # so many tokens, where no gradient is wanted, go through the recurrence one by one
+
 __all__ = ["EMPTY", "latent_attention", "latent_attention_reference"]
 
 
@@ -63,17 +67,29 @@ def latent_attention(
         check_packed(cu_seqlens, q.shape[0], q.shape[1])
         if initial_state is not None:
             raise ValueError("initial_state does not go with cu_seqlens: packed documents start empty")
-    resolve_backend("latent_attention", backend, q.device, ("torch",))
-    out, state = latent_attention_chunked(
-        q,
-        theta,
-        v,
-        gate=gate,
-        gate_value=gate_value,
-        use_mass=use_mass,
-        mass_length=mass_length,
-        attention_mask=attention_mask,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
+    limit = None
+    if v.dtype == torch.float64 or v.shape[3] > MAX_DIM or q.shape[3] > MAX_LATENTS:
+        limit = (
+            f"its kernels take up to {MAX_DIM} value channels, {MAX_LATENTS} latents and no float64, "
+            f"got {v.shape[3]} and {q.shape[3]} in {v.dtype}"
+        )
+    tensors = (q, theta, v)
+    options = dict(
+        gate=gate, gate_value=gate_value, use_mass=use_mass, mass_length=mass_length, initial_state=initial_state
     )
+    if resolve_backend("latent_attention", backend, q.device, ("triton", "torch"), limit) == "torch":
+        out, state = latent_attention_chunked(
+            *tensors, **options, attention_mask=attention_mask, cu_seqlens=cu_seqlens
+        )
+        return out, None if cu_seqlens is not None else state
+    from .fused import latent_attention_fused, latent_attention_step
+
+    if attention_mask is not None:
+        ignored = ~attention_mask.bool()[:, :, None, None]
+        tensors = q, theta.masked_fill(ignored, EMPTY), v.masked_fill(ignored, 0)
+    everything = (*tensors, gate, gate_value, *(initial_state or ()))
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in everything)
+    if cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients:
+        return latent_attention_step(*tensors, **options)
+    out, state = latent_attention_fused(*tensors, **options, cu_seqlens=cu_seqlens)
     return out, None if cu_seqlens is not None else state
