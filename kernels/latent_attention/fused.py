@@ -38,6 +38,7 @@ from .reference import EMPTY
 
 LEVELS = tl.constexpr(CHUNK.bit_length())
 SPREAD = tl.constexpr(43.0)  # in log2, 30 nats
+NARROW = tl.constexpr(100.0)  # leaves room above float32's 2^-126 for three bfloat16
 NOTHING = tl.constexpr(EMPTY)
 OCCUPIED = tl.constexpr(EMPTY / 2)
 
@@ -102,6 +103,31 @@ def _weights(
 
 
 @triton.jit
+def _split(level, C: tl.constexpr):
+    """Blocks of 2^level rows: which rows are in the late half of theirs, and the last row before that half."""
+    rows = tl.arange(0, C)
+    half = 1 << (level - 1)
+    return rows // half % 2 == 1, rows // (2 * half) * (2 * half) + half - 1
+
+
+@triton.jit
+def _running_masses(theta, before, C: tl.constexpr, EXACT: tl.constexpr):
+    """z of each row: log-sum-exp of the chunk's logits up to it and of what came before."""
+    rows = tl.arange(0, C)
+    top = tl.max(theta, 0)
+    lowest = tl.min(tl.where(theta > OCCUPIED, theta, top[None, :]), 0)
+    narrow = tl.max(top - lowest, 0) <= NARROW
+    sums = selected_sums(rows[:, None] >= rows[None, :], _share(theta, top[None, :]), EXACT)
+    z = tl.where(sums > 0.0, top[None, :] + tl.log2(tl.maximum(sums, 1e-37)), NOTHING)
+    z = tl.where(narrow, z, theta)
+    for level in range(1, tl.where(narrow, 1, LEVELS)):  # where the sum would underflow
+        late, middle = _split(level, C)
+        other = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
+        z = tl.where(late[:, None], _add_logs(z, other), z)
+    return _add_logs(z, before[None, :])
+
+
+@triton.jit
 def _levels(z):
     """How many levels of anchors a chunk needs: one if its masses rise by little."""
     last = tl.max(z, 0)
@@ -116,21 +142,19 @@ def _anchored(z, theta, level, levels, C: tl.constexpr, EXACT: tl.constexpr):
     Level 0 of several is each row by itself, level n the pairs across the middle of blocks of 2^n rows.
     """
     rows = tl.arange(0, C)
-    half = (1 << level) >> 1
-    size = tl.maximum(2 * half, 1)
-    block = rows // size
-    late = (rows % size) >= half
-    one = levels == 1
-    anchor = tl.where(one, C - 1, tl.where(half == 0, rows, block * size + half - 1))
+    late, anchor = _split(tl.maximum(level, 1), C)
+    across = (anchor[:, None] == anchor[None, :]) & late[:, None] & (late == 0)[None, :]
+    own = level == 0
+    anchor = tl.where(levels == 1, C - 1, tl.where(own, rows, anchor))
+    pairs = tl.where(own, rows[:, None] == rows[None, :], across)
+    pairs = tl.where(levels == 1, rows[:, None] >= rows[None, :], pairs)
     middle = selected_sums(anchor[:, None] == rows[None, :], z, EXACT)
-    across = (block[:, None] == block[None, :]) & late[:, None] & ((late == 0) | (half == 0))[None, :]
-    pairs = tl.where(one, rows[:, None] >= rows[None, :], across)
     return tl.exp2(tl.minimum(middle - z, 2 * SPREAD)), _share(theta, middle), pairs
 
 
 @triton.jit
 def _window(
-    q, k, v, lse, at, first, left, document, head, values, scale,
+    q, k, v, lse, at, first, left, head, values, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
     C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -198,7 +222,7 @@ def _walk(
             last += tl.log2(tl.maximum(tl.sum(_share(logits, last[None, :]), 0), 1e-30))
             last = _add_logs(before, last)
         else:
-            z = _add_logs(tl.associative_scan(logits, 0, _add_logs), before[None, :])
+            z = _running_masses(logits, before, C, EXACT)
             last = tl.max(z, 0)
             a, own = _weights(q, gate, z, first, left, head, latents, log_length, HEADS, LATENTS, MASS, C)
             result = dot(a * tl.exp2(before[None, :] - z), mean, OPERAND, PRECISION)
@@ -210,8 +234,8 @@ def _walk(
             result += dot(pairs, v_rows, OPERAND, PRECISION)
             if WINDOW > 0:
                 exact = _window(
-                    window_q, window_k, v, lse if tile == 0 else None, chunk + i - first_of_document, first, left, document,
-                    head, values, scale, HEADS, GROUP, DIM, WINDOW, C, BK, BV, OPERAND, PRECISION,
+                    window_q, window_k, v, lse, chunk + i - first_of_document, first, left, head, values, scale,
+                    HEADS, GROUP, DIM, WINDOW, C, BK, BV, OPERAND, PRECISION,
                 )  # fmt: skip
                 result += own[:, None] * exact
                 if gate_value is not None:
