@@ -34,6 +34,7 @@ from ..tiles import (
     store_state,
     tile_width,
 )
+from ..sliding_window_attention.fused import window_gradients
 from .reference import EMPTY
 
 LEVELS = tl.constexpr(CHUNK.bit_length())
@@ -294,15 +295,13 @@ def _join(
 @triton.jit
 def _read_gradients(
     theta, v, gate_value, grad_out, masses, shares, own_shares, befores, start_mean,
-    grad_q, grad_gate, grad_value, deltas, grad_masses, segments, log_length,
+    grad_q, grad_gate, grad_value, grad_masses, segments, log_length,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
     C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """Gradients of query logits, gate and exact branch, and what each row sends to the masses of its latents: with M the means
     and w = a (g . M), minus the gradient that reaches z through the query logits (papers: Latte, section 2.6, where r sums w).
-
-    Without `grad_value`, `deltas` takes the exact branch's sum of g . gate_value.
     """
     n, head = tl.program_id(0), tl.program_id(1)
     kv_head = head // GROUP
@@ -342,8 +341,6 @@ def _read_gradients(
             tl.store(grad_gate + at, own * (own_delta - expected), mask=rows < left)
             if grad_value is not None:
                 store_rows(grad_value, own[:, None] * g_rows.to(tl.float32), first, left, head, values, C, HEADS, DIM)
-            else:
-                tl.store(deltas + at, own_delta, mask=rows < left)
         d_logits = a * (delta - expected[:, None])
         store_rows(grad_q, d_logits, first, left, head, latents, C, HEADS, LATENTS)
         sent = a * delta
@@ -583,13 +580,10 @@ class _LatentAttention(torch.autograd.Function):
 
         grad_q, grad_masses = torch.empty_like(q), torch.empty_like(shares)
         grad_gate = None if gate is None else torch.empty_like(gate)
-        grad_value = deltas = None
-        if ctx.window is not None:
-            deltas = problem.new(*q.shape[:3])
-        elif gate is not None:
-            grad_value = torch.empty_like(value)
+        # with a window in the same pass, its own kernels multiply by the gate
+        grad_value = None if gate is None or ctx.window is not None else torch.empty_like(value)
         _read_gradients[(len(plan.segments), heads)](
-            theta, v, value, grad_out, masses, shares, own, befores, start_mean, grad_q, grad_gate, grad_value, deltas,
+            theta, v, value, grad_out, masses, shares, own, befores, start_mean, grad_q, grad_gate, grad_value,
             grad_masses, plan.segments, problem.log_length, BV=tile_width(problem.dim), num_warps=4, **problem.mass, **options,
         )  # fmt: skip
 
@@ -633,18 +627,16 @@ class _LatentAttention(torch.autograd.Function):
         if z0 is not None:
             grad_mean0, grad_z0 = first_mean, ((first_mean * mean0).sum(-1) - first_mass) / LOG2E.value
         if ctx.window is not None:
-            grad_window_q, grad_window_k, of_values = _window_gradients(
-                window_q, window_k, v, grad_out, lse, own.view_as(lse), deltas, ctx.window, ctx.arguments[0]
+            # softmax weights times the gate's are exp(score - lse + log a_0): gradients come as of such a softmax
+            size, scale = ctx.window
+            grad_window_q, grad_window_k, of_values = window_gradients(
+                window_q, window_k, v, value, lse - own.view_as(lse).log(), grad_out, size, scale, ctx.arguments[0]
             )
             grad_v += of_values
         return (
             grad_q, grad_theta.to(theta.dtype), grad_v, grad_gate, grad_value, grad_z0, grad_mean0, grad_window_q,
             grad_window_k, None, None, None, None, None,
         )  # fmt: skip
-
-
-def _window_gradients(q, k, v, grad_out, lse, own, deltas, window, borders):
-    raise NotImplementedError
 
 
 def _to_base_2(state):
