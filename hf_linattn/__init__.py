@@ -8,9 +8,27 @@ if (_checkout / "pyproject.toml").is_file():  # in a checkout, kernels/ and conv
     __path__.append(str(_checkout))
 
 from .models.gla import GLAConfig, GLAForCausalLM, GLAForSequenceClassification, GLAModel  # noqa: E402
+from .models.latte import (  # noqa: E402
+    LatteConfig,
+    LatteForCausalLM,
+    LatteForMaskedLM,
+    LatteForSequenceClassification,
+    LatteModel,
+)
 from .models.retrofit.families import FAMILIES, register_families  # noqa: E402
 
 __version__ = "0.1.0"
-__all__ = ["FAMILIES", "GLAConfig", "GLAForCausalLM", "GLAForSequenceClassification", "GLAModel"]
+__all__ = [
+    "FAMILIES",
+    "GLAConfig",
+    "GLAForCausalLM",
+    "GLAForSequenceClassification",
+    "GLAModel",
+    "LatteConfig",
+    "LatteForCausalLM",
+    "LatteForMaskedLM",
+    "LatteForSequenceClassification",
+    "LatteModel",
+]
 
 register_families()

@@ -25,7 +25,7 @@ SMALL = {
     "revert": [],
 }
 SMALL_PROGRAMS = {
-    "examples/train_gla.py": "--vocab 300 --hidden 32 --layers 1 --heads 2 --length 32 --steps 2".split(),
+    "examples/train_from_scratch.py": "--vocab 300 --hidden 32 --layers 1 --heads 2 --length 32 --steps 2".split(),
     "benchmarks/gated_linear_attention.py": "--device cpu --quick --layouts 16x128 --only speed".split(),
 }
 

@@ -43,8 +43,30 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-def _named(state: WindowState) -> dict[str, torch.Tensor]:
+def named(state: WindowState) -> dict[str, torch.Tensor]:
+    """The fields of a window's state, as a cache layer keeps them."""
     return {name: getattr(state, name) for name in WINDOW_FIELDS}
+
+
+def rg_lru_gates(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Gates r and i of an RG-LRU before their sigmoids, (2, B, T, D): block-diagonal in x (B, T, D).
+
+    Args:
+        x: input.
+        weight: (2, blocks, D / blocks, D / blocks).
+        bias: (2, D).
+    """
+    blocks = x.unflatten(-1, (weight.shape[1], -1))
+    gates = torch.einsum("bthi,ghij->gbthj", blocks, weight.to(x.dtype)).flatten(-2)
+    return gates + bias.to(gates.dtype)[:, None, None]
+
+
+def init_rg_lru(weight: torch.Tensor, bias: torch.Tensor, decay: torch.Tensor) -> None:
+    """Fresh weights of an RG-LRU: a = exp(-softplus(decay)) with a^2 uniform in [0.81, 0.998]."""
+    init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    init.zeros_(bias)
+    squared = torch.empty_like(decay, dtype=torch.float32).uniform_(0.9**2, 0.999**2)
+    init.copy_(decay, torch.log(torch.expm1(-0.5 * torch.log(squared))).to(decay.dtype))
 
 
 def _nothing_seen(states: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -142,13 +164,7 @@ class LatteMixer(nn.Module):
             tap[:, 0] = 1
             init.copy_(self.conv_weight, tap)
         if hasattr(self, "rglru_lambda"):
-            init.normal_(self.rglru_weight, std=self.rglru_weight.shape[-1] ** -0.5)
-            init.zeros_(self.rglru_bias)
-            # a = exp(-softplus(lambda)) with a^2 uniform in [0.81, 0.998]
-            squared = torch.empty_like(self.rglru_lambda, dtype=torch.float32).uniform_(0.9**2, 0.999**2)
-            init.copy_(
-                self.rglru_lambda, torch.log(torch.expm1(-0.5 * torch.log(squared))).to(self.rglru_lambda.dtype)
-            )
+            init_rg_lru(self.rglru_weight, self.rglru_bias, self.rglru_lambda)
 
     def forward(
         self,
@@ -213,7 +229,7 @@ class LatteMixer(nn.Module):
             initial_state=window_state,
         )
         if not variant.latents:
-            return exact, {} if window_after is None else _named(window_after)
+            return exact, {} if window_after is None else named(window_after)
 
         new_states: dict[str, torch.Tensor] = {}
         source = self._source(hidden, states, new_states, attention_mask, cu_seqlens)
@@ -255,7 +271,7 @@ class LatteMixer(nn.Module):
             initial_state=(states["mass"], states["mean"]) if states else None,
         )
         if window_after is not None:
-            new_states |= _named(window_after)
+            new_states |= named(window_after)
             new_states["mass"], new_states["mean"] = latent_state
         return out.to(query.dtype), new_states
 
@@ -268,9 +284,7 @@ class LatteMixer(nn.Module):
         if self.source == "conv":
             y, new_states["source"] = short_convolution(hidden, self.conv_weight.to(hidden.dtype), **options)
         elif self.source == "rglru":
-            blocks = hidden.float().unflatten(-1, (self.heads, -1))
-            gates = torch.einsum("bthi,ghij->gbthj", blocks, self.rglru_weight.float()).flatten(-2)
-            r, i = gates + self.rglru_bias.float()[:, None, None]
+            r, i = rg_lru_gates(hidden.float(), self.rglru_weight, self.rglru_bias)
             # Chunks of nothing but padding leave a row before its start.
             options["is_start"] = _nothing_seen(states) if states else None
             y, new_states["source"] = rg_lru(hidden.float(), r, i, self.rglru_lambda.float(), **options)

@@ -342,18 +342,18 @@ def _walk(
                     pair = scores + at_head * C
                     weights = load_rows(pair, first, left, 0, rows, C, 1, C)
                     v_rows = load_rows(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
-                    turned = tl.trans(weights)  # `_store_scores`: one side holds the weights, the other what they lack
-                    if REVERSE:
-                        high = tl.where(rows[:, None] <= rows[None, :], turned, 0.0)
-                        low = tl.where(rows[:, None] < rows[None, :], weights, 0.0)
+                    if REVERSE:  # gradients of v take the weights with what they lack, see `_store_scores`
+                        high = tl.where(rows[:, None] <= rows[None, :], tl.trans(weights), 0.0)
+                        result += dot(high, v_rows, OPERAND, PRECISION)
+                        if OPERAND == tl.bfloat16:
+                            own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
+                            low = tl.where(rows[:, None] == rows[None, :], own[:, None], weights)
+                            low = tl.where(rows[:, None] <= rows[None, :], low, 0.0)
+                            result += dot(low, v_rows, OPERAND, PRECISION)
                     else:
-                        high = tl.where(rows[:, None] >= rows[None, :], weights, 0.0)
-                        low = tl.where(rows[:, None] > rows[None, :], turned, 0.0)
-                    result += dot(high, v_rows, OPERAND, PRECISION)
-                    if OPERAND == tl.bfloat16:
-                        own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
-                        low = tl.where(rows[:, None] == rows[None, :], own[:, None], low)
-                        result += dot(low, v_rows, OPERAND, PRECISION)
+                        result += dot(
+                            tl.where(rows[:, None] >= rows[None, :], weights, 0.0), v_rows, OPERAND, PRECISION
+                        )
                 store_rows(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
         state *= tl.exp2(log)[:, None]
         log = following
@@ -577,7 +577,7 @@ class _Prepared(NamedTuple):
 class _Problem:
     """One call's tensors, laid end to end, and everything that its kernels share."""
 
-    def __init__(self, q, k, v, g, scale, borders, train):
+    def __init__(self, q, k, v, g, scale, borders):
         self.q, self.k, self.v, self.g = (x.contiguous() for x in (q, k, v, g))
         self.heads, self.dim_k = q.shape[2:]
         self.kv_heads, self.dim_v = v.shape[2:]
@@ -587,9 +587,7 @@ class _Problem:
         self.precision = product_precision(q.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        # of a large state one program fits; the backward pass takes half of the segments at a time
-        programs = processors(q.device) * (1 if self.launch.walk["num_warps"] == 8 and not train else 2)
-        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, programs * CHUNK) * CHUNK)
+        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, 2 * processors(q.device) * CHUNK) * CHUNK)
         self.plan = make_plan(borders, segment, q.device)
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
@@ -669,8 +667,8 @@ class _Problem:
 
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, initial, scale, borders, train):
-        problem = _Problem(q, k, v, g, scale, borders, train)
+    def forward(ctx, q, k, v, g, initial, scale, borders):
+        problem = _Problem(q, k, v, g, scale, borders)
         # decayed queries are worth their memory where several programs would form them
         ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"])
         start = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
@@ -689,7 +687,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         start = initial if start is None else start
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
-        problem = _Problem(q, k, v, g, ctx.scale, ctx.borders, train=True)
+        problem = _Problem(q, k, v, g, ctx.scale, ctx.borders)
 
         ready = problem.prepare(queries=True)
         end = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
@@ -726,7 +724,7 @@ class _GatedLinearAttention(torch.autograd.Function):
                 )  # fmt: skip
         if not problem.channel:
             grad_g = grad_g.sum(0).to(g.dtype)
-        return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None, None
+        return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None
 
 
 def gated_linear_attention_step(
@@ -767,6 +765,4 @@ def gated_linear_attention_fused(
     batch, time = q.shape[:2]
     borders = tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
     initial_state = None if initial_state is None else initial_state.float().contiguous()
-    inputs = (q, k, v, log_decay, initial_state)
-    train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    return _GatedLinearAttention.apply(*inputs, scale, borders, train)
+    return _GatedLinearAttention.apply(q, k, v, log_decay, initial_state, scale, borders)

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..sliding_window_attention.fused import window_gradients
 from ..tiles import (
     CHUNK,
     LOG2E,
@@ -34,7 +35,6 @@ from ..tiles import (
     store_state,
     tile_width,
 )
-from ..sliding_window_attention.fused import window_gradients
 from .reference import EMPTY
 
 LEVELS = tl.constexpr(CHUNK.bit_length())

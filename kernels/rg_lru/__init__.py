@@ -10,6 +10,8 @@ from .reference import rg_lru_reference
 
 __all__ = ["rg_lru", "rg_lru_reference"]
 
+MAX_STEPS = 16  # so many tokens, where no gradient is wanted, take the PyTorch path, which torch.compile can trace
+
 
 def rg_lru(
     x: torch.Tensor,
@@ -49,9 +51,9 @@ def rg_lru(
         ValueError: for shapes that do not fit, packed rows with an initial state, `is_start` without one, or a backend
             that cannot run.
     """
-    if x.dim() != 3 or r.shape != x.shape or i.shape != x.shape or lam.shape != x.shape[2:]:
+    if x.dim() != 3 or not x.shape[1] or r.shape != x.shape or i.shape != x.shape or lam.shape != x.shape[2:]:
         raise ValueError(
-            f"expected x, r, i (B, T, D) and lam (D,), got x {tuple(x.shape)}, r {tuple(r.shape)}, "
+            f"expected x, r, i (B, T, D) with T at least 1 and lam (D,), got x {tuple(x.shape)}, r {tuple(r.shape)}, "
             f"i {tuple(i.shape)}, lam {tuple(lam.shape)}"
         )
     if attention_mask is not None and attention_mask.shape != x.shape[:2]:
@@ -65,12 +67,17 @@ def rg_lru(
         check_packed(cu_seqlens, x.shape[0], x.shape[1])
         if initial_state is not None:
             raise ValueError("initial_state does not go with cu_seqlens: packed documents start empty")
-    resolve_backend("rg_lru", backend, x.device, ("torch",))
-    out, state = rg_lru_chunked(
-        x,
-        r,
-        i,
-        lam,
+    limit, inputs = None, (x, r, i, lam)
+    if torch.float64 in (t.dtype for t in inputs):
+        limit = f"its kernels take no float64, got x, r, i, lam in {', '.join(str(t.dtype) for t in inputs)}"
+    chosen = resolve_backend("rg_lru", backend, x.device, ("triton", "torch"), limit)
+    run = rg_lru_chunked
+    if chosen == "triton" and x.numel():
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, initial_state) if t is not None)
+        if gradients or x.shape[1] > MAX_STEPS:
+            from .fused import rg_lru_fused as run
+    out, state = run(
+        *inputs,
         cu_seqlens=cu_seqlens,
         attention_mask=attention_mask,
         initial_state=initial_state,

@@ -10,6 +10,9 @@ from .reference import short_convolution_reference
 
 __all__ = ["short_convolution", "short_convolution_reference"]
 
+MAX_LAGS = 8  # a Triton program repeats its loads for every lag
+MAX_STEPS = 16  # so many tokens, where no gradient is wanted, take the PyTorch path, which torch.compile can trace
+
 
 def short_convolution(
     x: torch.Tensor,
@@ -57,11 +60,17 @@ def short_convolution(
         check_packed(cu_seqlens, x.shape[0], x.shape[1])
         if initial_state is not None:
             raise ValueError("initial_state does not go with cu_seqlens: packed documents start empty")
-    resolve_backend("short_convolution", backend, x.device, ("torch",))
-    out, state = short_convolution_chunked(
-        x,
-        weight,
-        bias,
+    limit, inputs = None, (x, weight, bias)
+    if torch.float64 in (t.dtype for t in inputs if t is not None) or weight.shape[1] > MAX_LAGS:
+        limit = f"its kernels take up to {MAX_LAGS} lags and no float64, got {weight.shape[1]} lags on {x.dtype}"
+    chosen = resolve_backend("short_convolution", backend, x.device, ("triton", "torch"), limit)
+    run = short_convolution_chunked
+    if chosen == "triton" and x.numel():
+        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, initial_state) if t is not None)
+        if gradients or x.shape[1] > MAX_STEPS:
+            from .fused import short_convolution_fused as run
+    out, state = run(
+        *inputs,
         cu_seqlens=cu_seqlens,
         attention_mask=attention_mask,
         initial_state=initial_state,

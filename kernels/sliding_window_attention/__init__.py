@@ -11,6 +11,13 @@ from .state import WindowState, leaving_window
 
 __all__ = ["WindowState", "leaving_window", "sliding_window_attention", "sliding_window_attention_reference"]
 
+MAX_DIM = {
+    torch.float16: 256,
+    torch.bfloat16: 256,
+    torch.float32: 128,
+}  # a Triton program holds all channels of its queries
+MAX_STEPS = 16  # so many tokens are too few for the tiles of a kernel
+
 
 def sliding_window_attention(
     q: torch.Tensor,
@@ -26,6 +33,7 @@ def sliding_window_attention(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     initial_state: WindowState | None = None,
+    causal: bool = True,
     backend: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor, WindowState | None]:
     """Softmax attention of each query to the last `window` tokens (itself included) and to the first `sinks` tokens.
@@ -46,22 +54,33 @@ def sliding_window_attention(
         attention_mask: (B, T), zero at padding, which is never attended to.
         cu_seqlens: (documents + 1,), borders of documents packed in one row; excludes `initial_state`.
         initial_state: state returned by the call on the tokens before.
+        causal: if false, a query sees the keys up to `window // 2` positions before and after it, without sinks or state.
         backend: "auto", "triton" or "torch".
 
     Returns:
         Output (B, T, H, d); log-sum-exp of the scores (B, T, H) in float32 (float64 for float64 inputs), -1e30 in rows that
-        see nothing, whose output is zero; and the state after the last token, `None` when packed.
+        see nothing, whose output is zero; and the state after the last token, `None` when packed or not causal.
 
     Raises:
-        ValueError: for shapes that do not fit, a window below 1, or packed rows with an initial state.
+        ValueError: for shapes that do not fit, a window below 1, packed rows with an initial state, or sinks or an initial
+            state where `causal` is false.
     """
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+    if (
+        not q.shape[1]
+        or k.shape != v.shape
+        or q.shape[:2] != k.shape[:2]
+        or q.shape[3] != k.shape[3]
+        or q.shape[2] % k.shape[2]
+    ):
         raise ValueError(
-            f"expected q (B, T, H, d), k and v (B, T, H_kv, d) with H a multiple of H_kv, got q {tuple(q.shape)}, "
-            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
+            f"expected q (B, T, H, d), k and v (B, T, H_kv, d) with T at least 1 and H a multiple of H_kv, "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
         )
     if window < 1 or sinks < 0:
         raise ValueError(f"window must be at least 1 and sinks at least 0, got window={window}, sinks={sinks}")
+    if not causal and (sinks or initial_state is not None):
+        given = "an initial_state" if not sinks else f"sinks={sinks}"
+        raise ValueError(f"causal=False goes with neither sinks nor a state, got {given}: leave it out")
     if cu_seqlens is not None:
         check_packed(cu_seqlens, q.shape[0], q.shape[1])
         if initial_state is not None or attention_mask is not None:
@@ -71,8 +90,16 @@ def sliding_window_attention(
             f"initial_state holds a window of {initial_state.key.shape[1]} and {initial_state.sink_key.shape[1]} sinks, "
             f"the call asks for {window} and {sinks}"
         )
-    resolve_backend("sliding_window_attention", backend, q.device, ("torch",))
-    out, lse, state = sliding_window_attention_chunked(
+    limit = None
+    if q.shape[3] > MAX_DIM.get(q.dtype, 0):
+        limit = (
+            f"its kernels take 256 channels in bfloat16 and float16 and 128 in float32, got {q.shape[3]} in {q.dtype}"
+        )
+    chosen = resolve_backend("sliding_window_attention", backend, q.device, ("triton", "torch"), limit)
+    run = sliding_window_attention_chunked
+    if chosen == "triton" and (q.shape[1] > MAX_STEPS or cu_seqlens is not None):
+        from .fused import sliding_window_attention_fused as run
+    out, lse, state = run(
         q,
         k,
         v,
@@ -85,5 +112,6 @@ def sliding_window_attention(
         attention_mask=attention_mask,
         cu_seqlens=cu_seqlens,
         initial_state=initial_state,
+        causal=causal,
     )
-    return out, lse, None if cu_seqlens is not None else state
+    return out, lse, state if causal and cu_seqlens is None else None

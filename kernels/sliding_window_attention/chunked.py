@@ -23,6 +23,7 @@ def sliding_window_attention_chunked(
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
     initial_state: WindowState | None = None,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor, WindowState]:
     """See `hf_linattn.kernels.sliding_window_attention.sliding_window_attention`."""
     batch, time, heads, dim = q.shape
@@ -40,23 +41,26 @@ def sliding_window_attention_chunked(
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
         return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
-    # Blocks of queries, each against the `window` keys before it and its own; before a short text there are none.
+    # Blocks of queries, each against the keys around it that it may see and its own; a short text has none around it.
+    before, after = (window - 1, 0) if causal else (window // 2, window // 2)
     block = min(window, time)
-    past = 0 if initial_state is None and time <= window else window
+    alone = initial_state is None and time <= window
+    past, ahead = 0 if alone else window, 0 if alone else after
     held = slice(window - past, None)
     pad = -time % block
     blocks = (time + pad) // block
-    keys = F.pad(torch.cat([state.key[:, held], k], 1), (0, 0, 0, 0, 0, pad)).unfold(1, past + block, block)
-    values = F.pad(torch.cat([state.value[:, held], v], 1), (0, 0, 0, 0, 0, pad)).unfold(1, past + block, block)
-    keys_valid = F.pad(torch.cat([state.valid[:, held], valid], 1), (0, pad)).unfold(1, past + block, block)
+    band = past + block + ahead
+    keys = F.pad(torch.cat([state.key[:, held], k], 1), (0, 0, 0, 0, 0, pad + ahead)).unfold(1, band, block)
+    values = F.pad(torch.cat([state.value[:, held], v], 1), (0, 0, 0, 0, 0, pad + ahead)).unfold(1, band, block)
+    keys_valid = F.pad(torch.cat([state.valid[:, held], valid], 1), (0, pad + ahead)).unfold(1, band, block)
     queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(batch, blocks, block, kv_heads, group, dim)
     # (batch, blocks, kv heads, group * block, ...)
     queries = queries.permute(0, 1, 3, 4, 2, 5).reshape(batch, blocks, kv_heads, group * block, dim)
     scores = capped(queries @ keys).unflatten(3, (group, block))
-    offset = torch.arange(block, device=q.device)[:, None] + past - torch.arange(past + block, device=q.device)
-    allowed = ((offset >= 0) & (offset < window)) & keys_valid[:, :, None]
+    offset = torch.arange(block, device=q.device)[:, None] + past - torch.arange(band, device=q.device)
+    allowed = ((offset >= -after) & (offset <= before)) & keys_valid[:, :, None]
     if document is not None:
-        of_keys = F.pad(document, (past, pad), value=-1).unfold(0, past + block, block)
+        of_keys = F.pad(document, (past, pad + ahead), value=-1).unfold(0, band, block)
         allowed = allowed & (F.pad(document, (0, pad)).view(blocks, block, 1) == of_keys[:, None])
     allowed = allowed[:, :, None, None]
 
@@ -84,10 +88,10 @@ def sliding_window_attention_chunked(
     scores = scores.masked_fill(~allowed, MASKED)
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.exp(scores - lse[..., None]).masked_fill(~allowed, 0).to(v.dtype)
-    near = weights[..., : past + block].flatten(3, 4) @ values.transpose(-1, -2)
+    near = weights[..., :band].flatten(3, 4) @ values.transpose(-1, -2)
     out = near.unflatten(3, (group, block))
     if sinks:
-        far = weights[..., past + block :]
+        far = weights[..., band:]
         if document is None:
             out = out + torch.einsum("bnkgcs,bskd->bnkgcd", far, sink_value[:, 0])
         else:

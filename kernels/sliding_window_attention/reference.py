@@ -21,6 +21,7 @@ def sliding_window_attention_reference(
     softcap: float | None = None,
     attention_mask: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    causal: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quadratic form of `hf_linattn.kernels.sliding_window_attention.sliding_window_attention` on a whole sequence."""
     batch, time, heads, dim = q.shape
@@ -38,13 +39,14 @@ def sliding_window_attention_reference(
     document = torch.zeros(time, device=q.device) if cu_seqlens is None else document_index(cu_seqlens, time)
     position = torch.arange(time, device=q.device)
     distance = position[:, None] - position[None, :]
-    past = (distance >= 0) & (document[:, None] == document[None, :])
+    same = document[:, None] == document[None, :]
     rank = torch.stack(
         [torch.stack([(row & (document == document[s]))[: s + 1].sum() for s in range(time)]) for row in valid]
     )
     is_sink = valid & (rank <= sinks)
-    near = (past & (distance < window))[None, None] & valid[:, None, None]
-    far = (past & (distance >= window))[None, None] & is_sink[:, None, None]
+    inside = (distance >= 0) & (distance < window) if causal else distance.abs() <= window // 2
+    near = (same & inside)[None, None] & valid[:, None, None]
+    far = (same & causal & (distance >= window))[None, None] & is_sink[:, None, None]
     scores = torch.where(near, score(q, k), torch.where(far, score(q_sink, k_sink), MASKED))
     lse = torch.logsumexp(scores, dim=-1)
     weights = torch.where(near | far, (scores - lse[..., None]).exp(), 0)

@@ -43,14 +43,17 @@ class WindowState:
         sinks = self.sink_index.shape[1]
         before = (self.sink_index >= 0).sum(1, keepdim=True)
         rank = before + valid.cumsum(1) - 1
-        chosen = (valid & (rank < sinks))[..., None] & (rank[..., None] == torch.arange(sinks, device=v.device))
-        take = chosen.to(v.dtype)
-        position = self.length + torch.arange(v.shape[1], device=v.device)
+        chosen = valid[..., None] & (rank[..., None] == torch.arange(sinks, device=v.device))
+        found, at = chosen.any(1), chosen.int().argmax(1)  # (B, sinks)
+
+        def taken(x: torch.Tensor) -> torch.Tensor:
+            return torch.where(found[..., None, None], x.take_along_dim(at[..., None, None], 1), 0)
+
         return replace(
             self,
-            sink_key=self.sink_key + torch.einsum("bts,btkd->bskd", take.to(k_sink.dtype), k_sink),
-            sink_value=self.sink_value + torch.einsum("bts,btkd->bskd", take, v),
-            sink_index=self.sink_index + (chosen * (position[:, None] + 1)).sum(1),
+            sink_key=self.sink_key + taken(k_sink),
+            sink_value=self.sink_value + taken(v),
+            sink_index=torch.where(found, self.length + at, self.sink_index),
         )
 
     def advance(self, k: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> "WindowState":
@@ -58,9 +61,9 @@ class WindowState:
         window = self.key.shape[1]
         return replace(
             self,
-            key=torch.cat([self.key, k], 1)[:, -window:],
-            value=torch.cat([self.value, v], 1)[:, -window:],
-            valid=torch.cat([self.valid, valid], 1)[:, -window:],
+            key=torch.cat([self.key, k[:, -window:]], 1)[:, -window:],
+            value=torch.cat([self.value, v[:, -window:]], 1)[:, -window:],
+            valid=torch.cat([self.valid, valid[:, -window:]], 1)[:, -window:],
             length=self.length + k.shape[1],
         )
 

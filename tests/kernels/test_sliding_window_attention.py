@@ -1,7 +1,15 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+"""Sliding-window attention against its definition, a dense mask in float64.
+
+Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
+"""
+
+import os
+
 import pytest
 import torch
 
+import hf_linattn.kernels.sliding_window_attention as operator
 from hf_linattn.kernels.sliding_window_attention import (
     WindowState,
     leaving_window,
@@ -9,119 +17,342 @@ from hf_linattn.kernels.sliding_window_attention import (
     sliding_window_attention_reference,
 )
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+BACKENDS = ["torch", pytest.param("triton", marks=[] if INTERPRETED else pytest.mark.gpu)]
+DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
+TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+NAMES = ("q", "k", "v", "q_sink", "k_sink")
+PADDING = dict(left=[0] * 37 + [1] * 43, right=[1] * 60 + [0] * 20, inside=[1, 0, 1] + [0, 1, 1, 0, 0, 1, 1] * 11)
 
-def inputs(batch, time, heads, kv_heads, dim, dtype=torch.float64, seed=0):
+
+def thinned(cases, step):
+    """Some of the cases where the interpreter makes each slow."""
+    return cases[::step] if INTERPRETED else cases
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request, monkeypatch):
+    monkeypatch.setattr(operator, "MAX_STEPS", 0)  # short texts go through the kernels as well
+    return request.param
+
+
+def device(backend):
+    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
+
+
+def inputs(batch, time, heads, kv_heads, dim, seed=0):
     g = torch.Generator().manual_seed(seed)
     shapes = [(heads, dim), (kv_heads, dim), (kv_heads, dim), (heads, dim), (kv_heads, dim)]
-    return [torch.randn(batch, time, *s, generator=g, dtype=torch.float64).to(dtype) for s in shapes]
+    return {
+        n: torch.randn(batch, time, *s, generator=g, dtype=torch.float64) for n, s in zip(NAMES, shapes, strict=True)
+    }
 
 
-def error(a, b):
-    return ((a.double() - b.double()).norm() / b.double().norm()).item()
+def split(tensors, start, stop):
+    return {n: t[:, start:stop] for n, t in tensors.items()}
 
 
-@pytest.mark.parametrize("time", [1, 2, 7, 8, 9, 37])
-@pytest.mark.parametrize("sinks", [0, 1, 4])
+def run(tensors, backend, dtype=None, **options):
+    """Output, log-sum-exp and state."""
+    moved = {n: t.to(device(backend), dtype or DTYPES[backend]) for n, t in tensors.items()}
+    options = {n: x.to(device(backend)) if isinstance(x, torch.Tensor) else x for n, x in options.items()}
+    return sliding_window_attention(**moved, **options, backend=backend)
+
+
+def differentiate(function, tensors):
+    """Output, log-sum-exp and the gradients of a random function of both, in float64; rows that see nothing have none."""
+    leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+    out, lse = function(leaves)[:2]
+    out, lse = out.cpu().double(), lse.cpu().double()
+    g = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (out, lse)]
+    grads = torch.autograd.grad([out, lse], list(leaves.values()), weights, allow_unused=True)
+    grads = [torch.zeros_like(t) if x is None else x for x, t in zip(grads, leaves.values(), strict=True)]
+    assert ((lse < -1e29) == (out == 0).all(-1)).all()
+    found = dict(out=out.detach(), lse=lse.detach().where(lse > -1e29, 0)) | dict(zip(leaves, grads, strict=True))
+    assert all(x.isfinite().all() for x in found.values())
+    return found
+
+
+def all_close(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        difference, size = (value - expected[name]).norm(), expected[name].norm()
+        assert difference <= tolerance * size + 1e-30, f"{name}: relative error {difference / size:.1e}"
+
+
+def close(a, b, tolerance):
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    assert a.shape == b.shape
+    assert (a - b).norm() <= tolerance * b.norm() + 1e-30, f"relative error {(a - b).norm() / b.norm():.1e}"
+
+
+def matches_the_definition(tensors, backend, dtype=None, **options):
+    dtype = dtype or DTYPES[backend]
+    tensors = {n: t.to(dtype).double() for n, t in tensors.items()}
+    found = differentiate(lambda t: run(t, backend, dtype, **options), tensors)
+    expected = differentiate(lambda t: sliding_window_attention_reference(**t, **options), tensors)
+    all_close(found, expected, TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("time", thinned([1, 7, 2, 37, 9, 8, 40], 2))
+@pytest.mark.parametrize("sinks", thinned([0, 4, 1], 2))
 @pytest.mark.parametrize("softcap", [None, 2.0])
-def test_matches_the_definition(time, sinks, softcap):
-    q, k, v, q_sink, k_sink = inputs(2, time, 6, 2, 4)
-    options = dict(window=8, sinks=sinks, q_sink=q_sink, k_sink=k_sink, softcap=softcap, scale=0.7)
-    out, lse, _ = sliding_window_attention(q, k, v, **options)
-    expected, expected_lse = sliding_window_attention_reference(q, k, v, **options)
-    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-10, atol=1e-10)
+def test_matches_the_definition(time, sinks, softcap, backend):
+    tensors = inputs(2, time, 4, 2, 4)
+    matches_the_definition(tensors, backend, window=8, sinks=sinks, softcap=softcap, scale=0.7)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_precision(dtype, tolerance):
-    tensors = inputs(1, 70, 4, 2, 16, dtype)
-    q, k, v, q_sink, k_sink = tensors
-    out, _, _ = sliding_window_attention(q, k, v, window=16, sinks=4, q_sink=q_sink, k_sink=k_sink)
-    q, k, v, q_sink, k_sink = (t.double() for t in tensors)
-    expected, _ = sliding_window_attention_reference(q, k, v, window=16, sinks=4, q_sink=q_sink, k_sink=k_sink)
-    assert out.dtype == dtype
-    assert error(out, expected) < tolerance
+@pytest.mark.parametrize(
+    ("window", "sinks"), thinned([(w, s) for s in (0, 3) for w in (1, 64, 5, 128, 100, 200, 50)], 2)
+)
+def test_windows(window, sinks, backend):
+    matches_the_definition(inputs(1, 150, 2, 1, 8), backend, window=window, sinks=sinks)
 
 
-def test_is_full_attention_when_the_window_covers_everything():
-    q, k, v, _, _ = inputs(1, 12, 4, 2, 8)
-    out, _, _ = sliding_window_attention(q, k, v, window=12)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim"), [(4, 1, 1), (3, 3, 5), (2, 1, 40), (2, 2, 64), (2, 1, 96), (4, 2, 128)]
+)
+def test_dims_and_heads(heads, kv_heads, dim, backend):
+    matches_the_definition(inputs(1, 40, heads, kv_heads, dim), backend, window=9, sinks=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("dim", "time"), [(16, 130), (256, 40)])
+def test_half_precision(dim, time, dtype, backend):
+    tensors = inputs(1, time, 2, 1, dim)
+    out, lse, _ = run(tensors, backend, dtype, window=16, sinks=4)
+    assert out.dtype == dtype and lse.dtype == torch.float32
+    matches_the_definition(tensors, backend, dtype, window=16, sinks=4)
+
+
+@pytest.mark.parametrize("sinks", [0, 2])
+def test_sinks_are_scored_by_the_queries_themselves_where_none_are_given(sinks, backend):
+    tensors = {n: t for n, t in inputs(1, 70, 2, 1, 8).items() if "sink" not in n}
+    matches_the_definition(tensors, backend, window=6, sinks=sinks, softcap=3.0)
+
+
+def test_many_sinks(backend):
+    matches_the_definition(inputs(1, 90, 2, 1, 4), backend, window=3, sinks=40)
+
+
+def test_large_scores(backend):
+    """The softmax is that of the largest score, and the cap holds scores below itself."""
+    tensors = inputs(1, 70, 2, 1, 8)
+    tensors = {n: t * 30 for n, t in tensors.items()}
+    for softcap in (None, 5.0):
+        out, lse, _ = run(tensors, backend, window=9, sinks=2, softcap=softcap)
+        expected, expected_lse = sliding_window_attention_reference(**tensors, window=9, sinks=2, softcap=softcap)
+        close(out, expected, 1e-4)
+        close(lse, expected_lse, 1e-5)
+    assert lse.max() <= 5 + torch.tensor(11.0).log()
+
+
+def test_is_full_attention_when_the_window_covers_everything(backend):
+    tensors = inputs(1, 40, 4, 2, 8)
+    out, _, _ = run(tensors, backend, window=40)
     full = torch.nn.functional.scaled_dot_product_attention(
-        *(x.transpose(1, 2) for x in (q, k, v)), is_causal=True, enable_gqa=True
+        *(tensors[n].transpose(1, 2) for n in "qkv"), is_causal=True, enable_gqa=True
     )
-    torch.testing.assert_close(out, full.transpose(1, 2))
+    close(out, full.transpose(1, 2), TOLERANCES[DTYPES[backend]])
 
 
-@pytest.mark.parametrize("cuts", [[1] * 23, [5, 18], [8, 8, 7], [22, 1]])
-def test_any_split_gives_the_same(cuts):
-    q, k, v, q_sink, k_sink = inputs(2, 23, 4, 2, 4)
-    mask = torch.ones(2, 23, dtype=torch.long)
-    mask[1, :6] = 0
-    expected, expected_lse, final = sliding_window_attention(
-        q, k, v, window=5, sinks=3, q_sink=q_sink, k_sink=k_sink, attention_mask=mask
-    )
-    state, outs, lses, start = None, [], [], 0
-    for cut in cuts:
-        part = slice(start, start + cut)
-        out, lse, state = sliding_window_attention(
-            q[:, part], k[:, part], v[:, part], window=5, sinks=3, q_sink=q_sink[:, part], k_sink=k_sink[:, part],
-            attention_mask=mask[:, part], initial_state=state,
-        )  # fmt: skip
-        outs.append(out)
-        lses.append(lse)
-        start += cut
-    torch.testing.assert_close(torch.cat(outs, 1), expected)
-    torch.testing.assert_close(torch.cat(lses, 1), expected_lse)
-    for name in ("key", "value", "valid", "sink_key", "sink_index", "length"):
-        torch.testing.assert_close(getattr(state, name), getattr(final, name))
+@pytest.mark.parametrize("padding", PADDING)
+@pytest.mark.parametrize("causal", [True, False])
+def test_padding(padding, causal, backend):
+    mask = torch.tensor([PADDING[padding], [1] * 80])
+    options = dict(window=9, sinks=4 if causal else 0, attention_mask=mask, causal=causal)
+    tensors = inputs(2, 80, 2, 1, 8)
+    matches_the_definition(tensors, backend, **options)
+    ignored = (mask == 0)[..., None, None]
+    noisy = {n: t if n in ("q", "q_sink") else torch.where(ignored, 1e3, t) for n, t in tensors.items()}
+    for clean, dirty in zip(run(tensors, backend, **options)[:2], run(noisy, backend, **options)[:2], strict=True):
+        assert torch.equal(clean, dirty)
 
 
-def test_left_padding_changes_nothing():
-    q, k, v, q_sink, k_sink = inputs(1, 20, 4, 2, 4)
-    alone, _, _ = sliding_window_attention(q, k, v, window=5, sinks=2, q_sink=q_sink, k_sink=k_sink)
-    noise = inputs(1, 7, 4, 2, 4, seed=1)
-    padded = [torch.cat([n, t], 1) for n, t in zip(noise, (q, k, v, q_sink, k_sink), strict=True)]
+def test_left_padding_changes_nothing(backend):
+    tensors, noise = inputs(1, 20, 4, 2, 4), inputs(1, 7, 4, 2, 4, seed=1)
+    alone, _, _ = run(tensors, backend, window=5, sinks=2)
+    padded = {n: torch.cat([noise[n], t], 1) for n, t in tensors.items()}
     mask = torch.cat([torch.zeros(1, 7), torch.ones(1, 20)], 1)
-    out, lse, _ = sliding_window_attention(
-        *padded[:3], window=5, sinks=2, q_sink=padded[3], k_sink=padded[4], attention_mask=mask
-    )
-    torch.testing.assert_close(out[:, 7:], alone)
+    out, lse, _ = run(padded, backend, window=5, sinks=2, attention_mask=mask)
+    close(out[:, 7:], alone, TOLERANCES[DTYPES[backend]])
     assert (out[:, :7] == 0).all() and (lse[:, :7] == -1e30).all()
 
 
-def test_packed_documents_are_separate_documents():
-    lengths = [9, 1, 4, 16, 3]
-    q, k, v, q_sink, k_sink = inputs(1, sum(lengths), 4, 2, 4)
+@pytest.mark.parametrize("causal", [True, False])
+def test_rows_that_see_nothing(causal, backend):
+    mask = torch.ones(2, 70)
+    mask[0] = 0
+    tensors = inputs(2, 70, 2, 1, 4)
+    found = differentiate(lambda t: run(t, backend, window=9, attention_mask=mask, causal=causal), tensors)
+    assert not any(x[0].any() for x in found.values())
+    assert all(found[n][1].any() for n in "qkv")
+    out, lse, _ = run(tensors, backend, window=9, attention_mask=mask, causal=causal)
+    assert not out[0].any() and (lse[0] == -1e30).all() and (lse[1] > -1e29).all()
+
+
+@pytest.mark.parametrize("lengths", [[9, 1, 4, 16, 3], [0, 70, 0, 0, 1, 1, 1, 63, 30, 0]])
+@pytest.mark.parametrize("causal", [True, False])
+def test_packed_documents_are_separate_documents(lengths, causal, backend):
+    tensors = inputs(1, sum(lengths), 2, 1, 4)
     borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)
-    options = dict(window=5, sinks=3)
-    packed, lse, state = sliding_window_attention(q, k, v, q_sink=q_sink, k_sink=k_sink, cu_seqlens=borders, **options)
+    options = dict(window=5, sinks=3 if causal else 0, causal=causal)
+    matches_the_definition(tensors, backend, cu_seqlens=borders, **options)
+    packed, lse, state = run(tensors, backend, cu_seqlens=borders, **options)
     assert state is None
     for a, b in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True):
-        alone, alone_lse, _ = sliding_window_attention(
-            q[:, a:b], k[:, a:b], v[:, a:b], q_sink=q_sink[:, a:b], k_sink=k_sink[:, a:b], **options
-        )
-        torch.testing.assert_close(packed[:, a:b], alone)
-        torch.testing.assert_close(lse[:, a:b], alone_lse)
+        if a < b:
+            alone, alone_lse = sliding_window_attention_reference(**split(tensors, a, b), **options)
+            close(packed[:, a:b], alone, TOLERANCES[DTYPES[backend]])
+            close(lse[:, a:b], alone_lse, TOLERANCES[DTYPES[backend]])
+
+
+@pytest.mark.parametrize("window", thinned([1, 2, 64, 9, 300], 2))
+def test_both_directions(window, backend):
+    matches_the_definition(inputs(1, 140, 2, 1, 8), backend, window=window, softcap=3.0, causal=False)
+
+
+def test_a_window_of_both_directions_reads_the_same_backwards(backend):
+    tensors = inputs(1, 80, 2, 1, 4)
+    out, _, state = run(tensors, backend, window=10, causal=False)
+    turned, _, _ = run({n: t.flip(1) for n, t in tensors.items()}, backend, window=10, causal=False)
+    assert state is None
+    close(turned.flip(1), out, TOLERANCES[DTYPES[backend]])
+
+
+@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("cuts", thinned([[5, 18, 27], [1] * 4 + [46], [8, 2, 40], [49, 1]], 2))
+def test_any_split_gives_the_same(cuts, sinks, backend):
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, :6] = mask[0, 30:33] = 0
+    options = dict(window=5, sinks=sinks)
+    whole_state, state = [None], None
+
+    def whole(tensors):
+        out, lse, whole_state[0] = run(tensors, backend, attention_mask=mask, **options)
+        return out, lse
+
+    def pieces(tensors):
+        nonlocal state
+        state, results, start = None, [], 0
+        for stop in torch.tensor(cuts).cumsum(0).tolist():
+            piece = split(tensors, start, stop)
+            out, lse, state = run(piece, backend, attention_mask=mask[:, start:stop], initial_state=state, **options)
+            results.append((out, lse))
+            start = stop
+        return [torch.cat(x, 1) for x in zip(*results, strict=True)]
+
+    tensors = inputs(2, 50, 2, 1, 4)
+    all_close(differentiate(pieces, tensors), differentiate(whole, tensors), TOLERANCES[DTYPES[backend]])
+    for name in ("key", "value", "valid", "sink_key", "sink_value", "sink_index", "length"):
+        assert torch.equal(getattr(state, name), getattr(whole_state[0], name))
 
 
 def test_gradients():
-    tensors = [t.requires_grad_() for t in inputs(1, 11, 2, 1, 3)]
+    tensors = [t.requires_grad_() for t in inputs(1, 11, 2, 1, 3).values()]
 
-    def run(q, k, v, q_sink, k_sink):
+    def attend(q, k, v, q_sink, k_sink):
         out, lse, _ = sliding_window_attention(q, k, v, window=4, sinks=2, q_sink=q_sink, k_sink=k_sink, softcap=3.0)
         return out, lse
 
-    assert torch.autograd.gradcheck(run, tensors)
+    assert torch.autograd.gradcheck(attend, tensors)
 
 
-def test_future_tokens_do_not_matter():
-    q, k, v, _, _ = inputs(1, 30, 4, 2, 4, torch.float32)
-    before, _, _ = sliding_window_attention(q, k, v, window=6, sinks=2)
-    k[:, 17] += 100
-    v[:, 17] = -5
-    after, _, _ = sliding_window_attention(q, k, v, window=6, sinks=2)
-    assert torch.equal(before[:, :17], after[:, :17])
-    assert not torch.equal(before[:, 17], after[:, 17])
+@pytest.mark.parametrize("used", ["out", "lse"])
+def test_one_result_may_go_unused(used, backend):
+    tensors = {n: t.float().double() for n, t in inputs(1, 70, 2, 1, 4).items()}
+    options = dict(window=6, sinks=2)
+    results = []
+    for function in (
+        lambda t: run(t, backend, **options),
+        lambda t: sliding_window_attention_reference(**t, **options),
+    ):
+        leaves = {n: t.clone().requires_grad_() for n, t in tensors.items()}
+        value = function(leaves)[used == "lse"].cpu().double()
+        grads = torch.autograd.grad(value.square().sum(), list(leaves.values()), allow_unused=True)
+        results.append(
+            {n: torch.zeros_like(leaves[n]) if x is None else x for n, x in zip(leaves, grads, strict=True)}
+        )
+    all_close(*results, TOLERANCES[DTYPES[backend]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bitwise_causality(dtype, backend):
+    first, second = inputs(1, 140, 2, 1, 8), inputs(1, 140, 2, 1, 8, seed=1)
+    before, lse, _ = run(first, backend, dtype, window=20, sinks=2)
+    for at in thinned((64, 17, 1, 63, 65, 128, 139), 3):
+        changed = {n: torch.cat([t[:, :at], 100 * second[n][:, at:]], 1) for n, t in first.items()}
+        after, after_lse, _ = run(changed, backend, dtype, window=20, sinks=2)
+        assert torch.equal(before[:, :at], after[:, :at]) and torch.equal(lse[:, :at], after_lse[:, :at])
+        assert not torch.equal(before[:, at], after[:, at])
+
+
+def test_the_same_bits_every_time(backend):
+    tensors = inputs(1, 100, 2, 1, 8)
+    first, second = (differentiate(lambda t: run(t, backend, window=20, sinks=2), tensors) for _ in range(2))
+    assert all(torch.equal(x, second[n]) for n, x in first.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["plain", "sinks", "masked", "packed", "both directions"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(16, 16, 128), (8, 2, 128), (32, 8, 64), (8, 4, 256)])
+def test_published_sizes(heads, kv_heads, dim, kind, dtype):
+    """Many tiles, as models have them, against PyTorch in float64 on the same GPU, twice."""
+    if dim > operator.MAX_DIM[dtype]:
+        pytest.skip("left to PyTorch")
+    g = torch.Generator("cuda").manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=g, device="cuda").to(dtype)  # noqa: E731
+    batch, time = 1 if kind == "packed" else 2, 2000
+    tensors = [draw(batch, time, n, dim) for n in (heads, kv_heads, kv_heads, heads, kv_heads)]
+    options = dict(window=128)
+    if kind in ("sinks", "masked", "packed"):
+        options |= dict(sinks=4)
+    if kind == "masked":
+        options |= dict(attention_mask=torch.rand(batch, time, generator=g, device="cuda") > 0.2, softcap=3.0)
+    elif kind == "packed":
+        options |= dict(cu_seqlens=torch.tensor([0, 700, 703, 703, 1500, 2000], device="cuda"))
+    elif kind == "both directions":
+        options |= dict(causal=False)
+    weights = [draw(batch, time, heads, dim), draw(batch, time, heads).float()]
+    results = []
+    for exact in (False, False, True):
+        leaves = [(x.double() if exact else x.clone()).requires_grad_() for x in tensors]
+        found = sliding_window_attention(
+            *leaves[:3],
+            q_sink=leaves[3],
+            k_sink=leaves[4],
+            backend="torch" if exact else "triton",
+            **options,
+        )[:2]
+        grads = torch.autograd.grad(
+            found, leaves, [w.to(x.dtype) for w, x in zip(weights, found, strict=True)], allow_unused=True
+        )
+        results.append(
+            [*found, *(torch.zeros_like(x) if y is None else y for x, y in zip(leaves, grads, strict=True))]
+        )
+    tolerance = 5e-3 if dtype == torch.bfloat16 else 1e-5
+    for name, ours, again, exact in zip(("out", "lse", *NAMES), *results, strict=True):
+        assert torch.equal(ours, again), name
+        difference, size = (ours.double() - exact).norm(), exact.norm()
+        assert difference <= tolerance * size, f"{name}: relative error {difference / size:.1e}"
+
+
+def test_a_step_compiles_without_a_break():
+    tensors = {n: t.float() for n, t in inputs(1, 5, 2, 1, 4).items()}
+    _, _, state = sliding_window_attention(**split(tensors, 0, 4), window=3, sinks=1)
+
+    def step(q, k, v, q_sink, k_sink, state):
+        return sliding_window_attention(q, k, v, window=3, sinks=1, q_sink=q_sink, k_sink=k_sink, initial_state=state)[
+            :2
+        ]
+
+    last = split(tensors, 4, 5).values()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")(*last, state)
+    for found, expected in zip(compiled, step(*last, state), strict=True):
+        assert torch.equal(found, expected)
 
 
 def test_tokens_leave_the_window_once_and_sinks_never():
@@ -142,11 +373,19 @@ def test_tokens_leave_the_window_once_and_sinks_never():
         (dict(window=0), "window must be at least 1"),
         (dict(window=4, cu_seqlens=torch.tensor([0, 5])), "cu_seqlens must rise from 0"),
         (dict(window=4, backend="cuda"), "cuda"),
+        (dict(window=4, causal=False, sinks=2), "causal=False .* sinks=2"),
+        (
+            dict(window=4, causal=False, initial_state=WindowState.empty(torch.zeros(1, 1, 2, 4), 4, 0)),
+            "initial_state",
+        ),
+        (dict(window=4, backend="triton"), "no float64|float32, got 4 in torch.float64"),
     ],
 )
 def test_bad_arguments(change, message):
-    q, k, v, _, _ = inputs(1, 6, 4, 2, 4)
+    tensors = inputs(1, 6, 4, 2, 4)
+    q, k, v = (tensors[n] for n in "qkv")
     with pytest.raises(ValueError, match=message):
         sliding_window_attention(q, k, v, **change)
-    with pytest.raises(ValueError, match="multiple of H_kv"):
-        sliding_window_attention(q[:, :, :3], k, v, window=2)
+    for shorter in (q[:, :, :3], q[:, :0]):
+        with pytest.raises(ValueError, match="at least 1 and H a multiple of H_kv"):
+            sliding_window_attention(shorter, k[:, : shorter.shape[1]], v[:, : shorter.shape[1]], window=2)

@@ -18,7 +18,6 @@ from torch import nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
-from transformers.masking_utils import create_recurrent_attention_mask
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.processing_utils import Unpack
@@ -30,6 +29,7 @@ from ...cache import ensure_state_layers
 from ...kernels.packing import packed_borders
 from ...mixers.gla import GLAMixer, ShortConvolution
 from ...mixers.latte import LatteRMSNorm
+from ..common import keep_positions, padding_mask
 from .configuration_gla import GLAConfig
 
 
@@ -130,45 +130,18 @@ class GLAModel(GLAPreTrainedModel):
         if use_cache and past_key_values is None and cu_seq_lens_q is None:
             past_key_values = DynamicCache(config=self.config)
         ensure_state_layers(past_key_values, range(self.config.num_hidden_layers), self.config.num_hidden_layers)
-        padding_mask = self._padding_mask(inputs_embeds, attention_mask)
+        mask = padding_mask(self.config, inputs_embeds, attention_mask)
 
         hidden_states = inputs_embeds
         for layer in self.layers:
             hidden_states = layer(
                 hidden_states,
-                attention_mask=padding_mask,
+                attention_mask=mask,
                 past_key_values=past_key_values,
                 cu_seqlens=cu_seq_lens_q,
                 **kwargs,
             )
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=past_key_values)
-
-    def _padding_mask(
-        self, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | dict | None
-    ) -> torch.Tensor | None:
-        """(B, T), zero at padding, or `None` where there is none."""
-        if isinstance(attention_mask, dict):  # made by `generate`
-            return attention_mask["linear_attention"]
-        time = inputs_embeds.shape[1]
-        if attention_mask is None:
-            return None
-        if attention_mask.dim() != 2 or attention_mask.shape[1] < time:
-            raise ValueError(
-                f"attention_mask {tuple(attention_mask.shape)} must be (batch, {time} or more), zero at padding: linear "
-                "attention has no mask over pairs of tokens"
-            )
-        if time == 1:  # which the library takes for a generated token, never padding
-            return attention_mask[:, -1:]
-        return create_recurrent_attention_mask(self.config, inputs_embeds, attention_mask)
-
-
-def keep_positions(hidden_states: torch.Tensor, kept: int | torch.Tensor) -> torch.Tensor:
-    """The last `kept` positions (0 for all), or those of an index (N,) or (B, N), or of a boolean mask (B, T), flattened."""
-    if isinstance(kept, int):
-        return hidden_states[:, -kept:]
-    if kept.dtype == torch.bool:
-        return hidden_states[kept]
-    return hidden_states[:, kept] if kept.dim() == 1 else hidden_states.take_along_dim(kept[..., None], dim=1)
 
 
 @auto_docstring
