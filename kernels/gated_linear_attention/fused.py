@@ -135,11 +135,11 @@ def _to_middle(g, size, C: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def _store_scores(pointer, rest, x, start, left, head, total_tokens, C: tl.constexpr):
-    """Weights of one chunk, (queries, keys). In bfloat16, what rounding takes away from a weight goes to the other side of the
+    """Weights of one chunk, (queries, keys). Given `rest`, what rounding takes away from a weight goes to the other side of the
     diagonal, which is empty (from the diagonal itself, to `rest`): products of both parts are as good as with 16 bits."""
     rows = tl.arange(0, C)
     high = x.to(pointer.dtype.element_ty)
-    if pointer.dtype.element_ty == tl.bfloat16:
+    if rest is not None:
         low = x - high.to(tl.float32)
         own = tl.sum(tl.where(rows[:, None] == rows[None, :], low, 0.0), 1)
         tl.store(rest + head.to(tl.int64) * total_tokens + start + rows, own, mask=rows < left)
@@ -342,18 +342,17 @@ def _walk(
                     pair = scores + at_head * C
                     weights = load_rows(pair, first, left, 0, rows, C, 1, C)
                     v_rows = load_rows(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
-                    if REVERSE:  # gradients of v take the weights with what they lack, see `_store_scores`
+                    if REVERSE and rest is not None:  # see `_store_scores`
                         high = tl.where(rows[:, None] <= rows[None, :], tl.trans(weights), 0.0)
                         result += dot(high, v_rows, OPERAND, PRECISION)
-                        if OPERAND == tl.bfloat16:
-                            own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
-                            low = tl.where(rows[:, None] == rows[None, :], own[:, None], weights)
-                            low = tl.where(rows[:, None] <= rows[None, :], low, 0.0)
-                            result += dot(low, v_rows, OPERAND, PRECISION)
+                        own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
+                        low = tl.where(rows[:, None] == rows[None, :], own[:, None], weights)
+                        low = tl.where(rows[:, None] <= rows[None, :], low, 0.0)
+                        result += dot(low, v_rows, OPERAND, PRECISION)
+                    elif REVERSE:
+                        result += dot(tl.trans(weights), v_rows, OPERAND, PRECISION)
                     else:
-                        result += dot(
-                            tl.where(rows[:, None] >= rows[None, :], weights, 0.0), v_rows, OPERAND, PRECISION
-                        )
+                        result += dot(weights, v_rows, OPERAND, PRECISION)
                 store_rows(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
         state *= tl.exp2(log)[:, None]
         log = following
@@ -568,7 +567,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
 
 class _Prepared(NamedTuple):
     scores: torch.Tensor
-    rest: torch.Tensor
+    rest: torch.Tensor | None
     q: torch.Tensor | None
     k: torch.Tensor
     kept: torch.Tensor
@@ -592,13 +591,13 @@ class _Problem:
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
-    def prepare(self, queries: bool) -> _Prepared:
-        """Weights inside chunks (H, tokens, CHUNK), decayed queries and keys, and the decays of whole chunks (and of one more,
+    def prepare(self, queries: bool, rest: bool) -> _Prepared:
+        """Weights inside chunks (H, tokens, CHUNK), with the rest that they lack or without, decayed queries and keys, and the decays of whole chunks (and of one more,
         which an empty last document looks at)."""
         grid = len(self.plan.chunks), self.heads
         ready = _Prepared(
             scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype),
-            rest=self.q.new_empty(self.heads, self.tokens, dtype=self.state_dtype),
+            rest=self.q.new_empty(self.heads, self.tokens, dtype=self.state_dtype) if rest else None,
             q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
             k=torch.empty_like(self.k, dtype=self.state_dtype),
             kept=self.q.new_empty(grid[0] + 1, self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
@@ -670,7 +669,7 @@ class _GatedLinearAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, g, initial, scale, borders):
         problem = _Problem(q, k, v, g, scale, borders)
         # decayed queries are worth their memory where several programs would form them
-        ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"])
+        ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"], rest=False)
         start = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
         out, final = v.new_empty(*q.shape[:3], v.shape[3]), problem.new_final()
         reader = problem.q if ready.q is None else ready.q
@@ -689,7 +688,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         grad_final = None if grad_final is None else grad_final.contiguous()
         problem = _Problem(q, k, v, g, ctx.scale, ctx.borders)
 
-        ready = problem.prepare(queries=True)
+        ready = problem.prepare(queries=True, rest=problem.state_dtype == torch.bfloat16)
         end = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
         grad_v, grad_initial = torch.empty_like(problem.v), problem.new_final()
         # a chunk's decayed queries and keys are done with when its gradients are written

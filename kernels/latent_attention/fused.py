@@ -309,9 +309,9 @@ def _read_gradients(
     latents, values, rows = tl.arange(0, BL), tl.arange(0, BV), tl.arange(0, C)
     start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
     chunk = tl.load(segments + 6 * n + 2)
-    mean = tl.zeros((BL, BV), tl.float32)
+    mean = tl.zeros((BV, BL), tl.float32)  # Triton 3.6 turns a product of 32 rows by reading beyond shared memory
     if start_mean is not None:
-        mean = load_state(start_mean, n * kv_heads + kv_head, latents, values, LATENTS, DIM)
+        mean = tl.trans(load_state(start_mean, n * kv_heads + kv_head, latents, values, LATENTS, DIM))
     for i in range(tl.cdiv((end - start).to(tl.int32), C)):
         first = start + i * C
         left = (end - first).to(tl.int32)
@@ -324,7 +324,7 @@ def _read_gradients(
         a = load_rows(shares, first, left, head, latents, C, HEADS, LATENTS)
         v_rows = load_rows(v, first, left, kv_head, values, C, kv_heads, DIM)
         g_rows = load_rows(grad_out, first, left, head, values, C, HEADS, DIM)
-        delta = tl.exp2(before[None, :] - z) * dot(g_rows, tl.trans(mean), OPERAND, PRECISION)
+        delta = tl.exp2(before[None, :] - z) * dot(g_rows, mean, OPERAND, PRECISION)
         products = dot(g_rows, tl.trans(v_rows), OPERAND, PRECISION)
         levels = _levels(z)
         for level in range(levels):
@@ -351,8 +351,8 @@ def _read_gradients(
                 held = tl.where(absorbed > log_length, tl.sum(d_logits, 1), 0.0)
                 sent += held[:, None] * tl.exp2(z - absorbed[:, None])
         store_rows(grad_masses, sent, first, left, head, latents, C, HEADS, LATENTS)
-        mean = mean * tl.exp2(before - last)[:, None]
-        mean += dot(tl.trans(_share(logits, last[None, :])), v_rows, OPERAND, PRECISION)
+        mean = mean * tl.exp2(before - last)[None, :]
+        mean += dot(tl.trans(v_rows), _share(logits, last[None, :]), OPERAND, PRECISION)
 
 
 @triton.jit
@@ -374,10 +374,10 @@ def _write_gradients(
     chunk, earlier = tl.load(segments + 6 * n + 2), tl.load(segments + 6 * n + 3)
     document = tl.load(segments + 6 * n + 5)
     place = n * kv_heads + kv_head
-    by_mean = tl.zeros((BL, BV), tl.float32)
+    by_mean = tl.zeros((BV, BL), tl.float32)
     by_mass = tl.zeros((BL,), tl.float32)
     if end_mean is not None:
-        by_mean = load_state(end_mean, place, latents, values, LATENTS, DIM)
+        by_mean = tl.trans(load_state(end_mean, place, latents, values, LATENTS, DIM))
         by_mass = tl.load(end_mass + place * LATENTS + latents, mask=latents < LATENTS, other=0.0)
     passed = tl.zeros((BL,), tl.float32)
     count = tl.cdiv((end - start).to(tl.int32), C)
@@ -396,12 +396,10 @@ def _write_gradients(
             logits = _load_logits(theta, first, left, kv_head, latents, C, kv_heads, LATENTS)
             v_rows = load_rows(v, first, left, kv_head, values, C, kv_heads, DIM)
             key = _share(logits, last[None, :])
-            d_values = dot(key, by_mean, OPERAND, PRECISION)
-            d_theta = key * (
-                dot(v_rows, tl.trans(by_mean), OPERAND, PRECISION) - tl.where(tile == 0, by_mass, 0.0)[None, :]
-            )
+            d_values = dot(key, tl.trans(by_mean), OPERAND, PRECISION)
+            d_theta = key * (dot(v_rows, by_mean, OPERAND, PRECISION) - tl.where(tile == 0, by_mass, 0.0)[None, :])
             levels = _levels(z)
-        by_mean *= keep[:, None]
+        by_mean *= keep[None, :]
         by_mass *= keep
         for j in range(GROUP):
             head = kv_head * GROUP + j
@@ -421,7 +419,7 @@ def _write_gradients(
                     d_theta += to_key * got
                 d_values += dot(tl.trans(pairs), g_rows, OPERAND, PRECISION)
             fade = tl.exp2(before[None, :] - z)
-            by_mean += dot(tl.trans(a * fade), g_rows, OPERAND, PRECISION)
+            by_mean += dot(tl.trans(g_rows), a * fade, OPERAND, PRECISION)
             by_mass += tl.sum(sent * fade, 0)
         if grad_v is not None:
             store_rows(grad_v, d_values, first, left, kv_head, values, C, kv_heads, DIM)
@@ -430,7 +428,7 @@ def _write_gradients(
     if grad_v is not None:
         place = document * kv_heads + kv_head
     if grad_v is None or earlier == 0:
-        store_state(start_mean, by_mean, place, latents, values, LATENTS, DIM)
+        store_state(start_mean, tl.trans(by_mean), place, latents, values, LATENTS, DIM)
         if tile == 0:
             tl.store(start_mass + place * LATENTS + latents, by_mass, mask=latents < LATENTS)
             if grad_v is None:
