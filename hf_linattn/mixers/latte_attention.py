@@ -9,6 +9,7 @@ from transformers import initialization as init
 
 from ..kernels.latent_attention import EMPTY, latent_attention
 from ..kernels.latent_attention.bidirectional import bidirectional_latent_attention
+from ..kernels.macchiato_attention import macchiato_attention
 from ..kernels.rg_lru import rg_lru
 from ..kernels.short_convolution import short_convolution
 from ..kernels.sliding_window_attention import WindowState, sliding_window_attention
@@ -68,9 +69,9 @@ class LatteAttention(nn.Module):
     """A mixture of an exact window and latents, under one softmax per head over [window, latents].
 
     Logits of the latents and of the window's share are linear in the source: the input, a convolution of it or the norm
-    of an RG-LRU over it. Values are linear in the input and shared. Without a window this is plain Latte; without latents it is a window
-    whose queries and keys come from the source. Bidirectional layers run a source in each direction, with its own
-    weights, and take the mean: one set of weights could not tell a text from its reversal.
+    of an RG-LRU over it. Values are linear in the input and shared. Without a window this is plain Latte; without latents
+    it is a window whose queries and keys come from the source. Bidirectional layers run a source in each direction, with
+    its own weights, and take the mean: one set of weights could not tell a text from its reversal.
 
     Keys, key logits, values and states live on key/value heads; states are in float32.
     """
@@ -212,27 +213,40 @@ class LatteAttention(nn.Module):
         Returns:
             (B, T, H, d) and the new states.
         """
-        exact, carried = None, {}
-        if window is not None:
-            before = WindowState(**{name: states[name] for name in WINDOW_FIELDS}) if states else None
-            exact, _, after = sliding_window_attention(
-                *window, v, window=self.window, causal=self.is_causal, initial_state=before, **options
-            )
-            if after is not None:
-                carried |= named(after)
-        if latents is None:
-            return exact, carried
-        q, theta, gate = latents
+        held = (states["mass"], states["mean"]) if states and latents is not None else None
+        near = WindowState(**{name: states[name] for name in WINDOW_FIELDS}) if states and window is not None else None
         kept = None
-        if self.training and self.dropout:
-            q, gate, kept = self._drop(q, gate)
-        if self.is_causal:
-            before = (states["mass"], states["mean"]) if states else None
-            out, after = latent_attention(q, theta, v, gate=gate, gate_value=exact, initial_state=before, **options)
-            if after is not None:
-                carried["mass"], carried["mean"] = after
+        if latents is not None:
+            q, theta, gate = latents
+            if self.training and self.dropout:
+                q, gate, kept = self._drop(q, gate)
+        if self.is_causal and window is not None and latents is not None:
+            out, after = macchiato_attention(
+                q,
+                theta,
+                gate,
+                *window,
+                v,
+                window=self.window,
+                initial_state=None if near is None else (held, near),
+                **options,
+            )
+            held, near = (None, None) if after is None else after
         else:
-            out = bidirectional_latent_attention(q, theta, v, gate=gate, gate_value=exact, **options)
+            exact = None
+            if window is not None:
+                exact, _, near = sliding_window_attention(
+                    *window, v, window=self.window, causal=self.is_causal, initial_state=near, **options
+                )
+            if latents is None:
+                out = exact
+            elif self.is_causal:
+                out, held = latent_attention(q, theta, v, initial_state=held, **options)
+            else:
+                out = bidirectional_latent_attention(q, theta, v, gate=gate, gate_value=exact, **options)
+        carried = {} if near is None else named(near)
+        if held is not None:
+            carried["mass"], carried["mean"] = held
         return out if kept is None else out * kept.to(out.dtype), carried
 
     def _drop(
