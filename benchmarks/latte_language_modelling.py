@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -179,38 +180,38 @@ def main(arguments: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     jobs = list(itertools.product(args.models, args.seeds))
     devices = torch.cuda.device_count()
-    command = [sys.executable, *sys.argv] if arguments is None else [sys.executable, __file__, *arguments]
-    results, waiting = [], []
-    for number, (name, seed) in enumerate(jobs):
-        environment = None
-        if devices:
-            environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % devices)}
-        process = subprocess.Popen(
-            [*command, "--one", name, str(seed)], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        waiting.append((name, seed, process))
-        if not devices:
-            process.wait()
-    for name, seed, process in waiting:
-        out, _ = process.communicate()
-        if process.returncode:
-            print(f"{name} with seed {seed} failed with exit code {process.returncode}", file=sys.stderr)
-            continue
-        results.append(json.loads(out.splitlines()[-1]))
-        print(results[-1], file=sys.stderr)
-    if not results:
-        return 1
+    command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
+
+    def start(number: int) -> dict | None:
+        name, seed = jobs[number]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % devices)} if devices else None
+        one = [*command, "--one", name, str(seed)]
+        done = subprocess.run(one, stdout=subprocess.PIPE, text=True, env=environment)
+        if done.returncode:
+            print(f"{name} with seed {seed} failed with exit code {done.returncode}", file=sys.stderr)
+            return None
+        return json.loads(done.stdout.splitlines()[-1])
+
     kept = ("hidden", "layers", "heads", "length", "batch", "steps", "warmup", "lr", "eval_tokens")
     report = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if devices else "cpu",
         "torch": torch.__version__,
         "setting": {name: getattr(args, name) for name in kept},
-        "results": results,
     }
-    (args.output / "latte_language_modelling.json").write_text(json.dumps(report, indent=1) + "\n")
-    plot(results, args.output / "latte_language_modelling.png")
-    print(table(results))
+    results = {}
+    with ThreadPoolExecutor(len(jobs) if devices else 1) as pool:
+        waiting = {pool.submit(start, number): number for number in range(len(jobs))}
+        for future in as_completed(waiting):
+            if future.result() is not None:
+                results[waiting[future]] = future.result()
+                report["results"] = [results[number] for number in sorted(results)]
+                (args.output / "latte_language_modelling.json").write_text(json.dumps(report, indent=1) + "\n")
+                print(future.result(), file=sys.stderr)
+    if not results:
+        return 1
+    plot(report["results"], args.output / "latte_language_modelling.png")
+    print(table(report["results"]))
     return int(len(results) < len(jobs))
 
 

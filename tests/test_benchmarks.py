@@ -1,5 +1,5 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
-"""The benchmark program in its reduced form, which needs no GPU."""
+"""The benchmark programs in their reduced form, which needs no GPU."""
 
 import importlib.util
 import json
@@ -8,12 +8,27 @@ import pytest
 import torch
 
 
-@pytest.fixture
-def program(repo_root):
-    spec = importlib.util.spec_from_file_location("benchmark", repo_root / "benchmarks/gated_linear_attention.py")
+def load(folder, name):
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", folder / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def folder_of_programs(repo_root, monkeypatch):
+    monkeypatch.syspath_prepend(repo_root / "benchmarks")  # where a program that is run finds what all share
+    return repo_root / "benchmarks"
+
+
+@pytest.fixture
+def program(folder_of_programs):
+    return load(folder_of_programs, "gated_linear_attention")
+
+
+@pytest.fixture
+def latent_program(folder_of_programs):
+    return load(folder_of_programs, "latent_attention")
 
 
 def test_reduced_form(program, tmp_path, capsys):
@@ -64,3 +79,73 @@ def test_byte_floors(program):
     expected = dict(forward_over_compulsory=0.14, forward_over_two_pass=0.34)
     expected |= dict(both_over_compulsory=0.39, both_over_two_pass=0.98)
     assert milliseconds == pytest.approx(expected, abs=5e-3)
+
+
+def test_reduced_form_of_latent_attention(latent_program, tmp_path, capsys):
+    program, folder = latent_program, tmp_path / "first"
+    arguments = ["--device", "cpu", "--quick", "--layouts", "gemma-2-2b"]
+    assert program.main([*arguments, "--output", str(folder)]) == 0
+    content = json.loads((folder / "latent_attention.json").read_text())
+    rows = content["rows"]
+    assert {row["section"] for row in rows} == set(program.SECTIONS) - {"flex"}
+    attention = {"latent", "macchiato", "separate", "window", "sdpa"}
+    assert {row["operator"] for row in rows if row["section"] == "operators"} == attention
+    for row in rows:
+        without_floor = row["operator"] == "sdpa"
+        names = [x for x in program.FIGURES[row["section"]] if not (without_floor and x.endswith("three_phase"))]
+        assert all(row[name] > 0 for name in names)
+    assert "| gemma-2-2b | 64 |" in capsys.readouterr().out
+
+    again = tmp_path / "again"
+    assert program.main(["--plot", str(folder / "latent_attention.json"), "--output", str(again)]) == 0
+    assert json.loads((again / "latent_attention.json").read_text()) == content
+    for path in (folder, again):
+        assert (path / "latent_attention.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_failures_of_ours_count(latent_program, tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    arguments = ["--device", "cpu", "--quick", "--layouts", "16x128", "--output", str(tmp_path)]
+    monkeypatch.setattr(latent_program, "find_flex", fail)
+    assert latent_program.main([*arguments, "--only", "flex"]) == 0
+    monkeypatch.setattr(latent_program, "rg_lru", fail)
+    assert latent_program.main([*arguments, "--only", "scans"]) == 1
+    rows = json.loads((tmp_path / "latent_attention.json").read_text())["rows"]
+    assert {row["operator"] for row in rows if "error" in row} == {"flex", "rg_lru"}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("layout", ["16x128", "gemma-2-2b"])
+def test_compared_operators_do_the_same(latent_program, layout):
+    inputs = latent_program.make_inputs(2, 48, latent_program.TINY[layout], "cpu")
+    inputs = {name: x.float() for name, x in inputs.items()}
+
+    def run(name, operator):
+        return operator(*(inputs[x] for x in latent_program.INPUTS[name]))[0]
+
+    short, long = (latent_program.find_operators("torch", window=window) for window in (20, 48))
+    window = run("window", short["window"])
+    torch.testing.assert_close(run("flex", latent_program.find_flex(48, "cpu", window=20)), window)
+    torch.testing.assert_close(run("macchiato", short["macchiato"]), run("separate", short["separate"]))
+    torch.testing.assert_close(run("sdpa", long["sdpa"]), run("window", long["window"]))
+    assert not torch.allclose(window, run("window", long["window"]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "inputs_and_outputs", "states", "window"),
+    [("gemma-2-2b", 185, 172, 201), ("llama-3.2-1b", 219, 170, 168)],
+)
+def test_three_phase_floor(latent_program, layout, inputs_and_outputs, states, window):
+    """papers: Latte, section 10.3: megabytes of 16384 tokens."""
+    heads, kv_heads, dim = latent_program.LAYOUTS[layout]
+    found = {
+        name: latent_program.three_phase_bytes(name, (heads, kv_heads, dim)) * 16384 / 1e6
+        for name in ("latent", "window", "separate", "macchiato")
+    }
+    assert found["window"] == pytest.approx(window, abs=0.5)
+    assert found["separate"] - found["window"] == pytest.approx(inputs_and_outputs + states, abs=1)
+    exact = 2 * heads * dim * 16384 / 1e6  # the window's output
+    assert found["separate"] - found["macchiato"] == pytest.approx(2 * exact + exact * kv_heads / heads)
+    assert found["latent"] == pytest.approx(found["separate"] - found["window"] - exact - 2 * heads * 16384 / 1e6)

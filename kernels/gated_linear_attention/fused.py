@@ -561,7 +561,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
         ),
         join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
         walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 8192 else 4, num_stages=2),
-        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3),
+        gradients=dict(BK=64, BV=min(wide_v, 64), num_warps=4, num_stages=3),
     )
 
 

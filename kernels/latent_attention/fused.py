@@ -309,7 +309,7 @@ def _read_gradients(
     latents, values, rows = tl.arange(0, BL), tl.arange(0, BV), tl.arange(0, C)
     start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
     chunk = tl.load(segments + 6 * n + 2)
-    mean = tl.zeros((BV, BL), tl.float32)  # Triton 3.6 turns a product of 32 rows by reading beyond shared memory
+    mean = tl.zeros((BV, BL), tl.float32)
     if start_mean is not None:
         mean = tl.trans(load_state(start_mean, n * kv_heads + kv_head, latents, values, LATENTS, DIM))
     for i in range(tl.cdiv((end - start).to(tl.int32), C)):
@@ -415,7 +415,7 @@ def _write_gradients(
                     pairs += tl.where(inside, tl.dot(read, tl.trans(to_key), input_precision=PRECISION), 0.0)
                     got = tl.dot(tl.trans(tl.where(inside, products, 0.0)), read, input_precision=PRECISION)
                     if tile == 0:
-                        got -= tl.dot(tl.trans(inside.to(tl.float32)), sent * to_query, input_precision=PRECISION)
+                        got -= selected_sums(tl.trans(inside.to(tl.float32)), sent * to_query, EXACT)
                     d_theta += to_key * got
                 d_values += dot(tl.trans(pairs), g_rows, OPERAND, PRECISION)
             fade = tl.exp2(before[None, :] - z)
@@ -497,7 +497,9 @@ class _Problem:
         segment = min(max(triton.cdiv(segment, CHUNK) * CHUNK, 2 * CHUNK), 16 * CHUNK)
         self.plan = make_plan(borders, segment, q.device)
         self.shape = dict(LATENTS=self.latents, DIM=self.dim)
-        self.options = dict(C=CHUNK, BL=tile_width(self.latents), **self.precision)
+        # in half precision, products of 32 columns read beyond shared memory in Triton 3.6
+        least = 64 if self.precision["OPERAND"] == tl.bfloat16 else 32
+        self.options = dict(C=CHUNK, BL=max(least, tile_width(self.latents)), **self.precision)
         self.mass = dict(MASS=use_mass)
         self.value_tile = min(tile_width(self.dim), 128)
         self.tiles = triton.cdiv(self.dim, self.value_tile)
