@@ -1,5 +1,5 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
-"""Measures Latte's operators (latents, window, both in one, scans) on one GPU, beside softmax attention on the same inputs.
+"""Measures Latte's operators (latents, window, both, scans) on one GPU, beside softmax attention on the same inputs.
 
     python benchmarks/latent_attention.py --output benchmarks/data
 
@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from common import draw, measure, passes
 
 from hf_linattn.kernels.latent_attention import latent_attention
-from hf_linattn.kernels.macchiato_attention import macchiato_attention
 from hf_linattn.kernels.rg_lru import rg_lru
 from hf_linattn.kernels.short_convolution import short_convolution
 from hf_linattn.kernels.sliding_window_attention import sliding_window_attention
@@ -71,7 +70,6 @@ DEFAULT_SECTIONS = tuple(section for section in SECTIONS if section != "flex")  
 INPUTS = {  # of each operator, in the order of its arguments
     "latent": ("q", "theta", "v"),
     "macchiato": ("q", "theta", "v", "gate", "window_q", "window_k"),
-    "separate": ("q", "theta", "v", "gate", "window_q", "window_k"),
     "window": ("window_q", "window_k", "v"),
     "flex": ("window_q", "window_k", "v"),
     "sdpa": ("window_q", "window_k", "v"),
@@ -79,7 +77,6 @@ INPUTS = {  # of each operator, in the order of its arguments
 COLOURS = {
     "latent": "#e08e2b",
     "macchiato": "#c0392b",
-    "separate": "#8e44ad",
     "window": "#27865a",
     "flex": "#2c6fbb",
     "sdpa": "#7f8c8d",
@@ -104,13 +101,10 @@ def find_operators(backend: str, window: int = WINDOW) -> dict[str, Callable]:
     def latent(q, theta, v):
         return latent_attention(q, theta, v, backend=backend)
 
-    def macchiato(q, theta, v, gate, window_q, window_k):
-        return macchiato_attention(q, theta, gate, window_q, window_k, v, window=window, backend=backend)
-
     def local(q, k, v):
         return sliding_window_attention(q, k, v, window=window, backend=backend)
 
-    def separate(q, theta, v, gate, window_q, window_k):
+    def macchiato(q, theta, v, gate, window_q, window_k):
         exact = local(window_q, window_k, v)[0]
         return latent_attention(q, theta, v, gate=gate, gate_value=exact, backend=backend)
 
@@ -120,7 +114,7 @@ def find_operators(backend: str, window: int = WINDOW) -> dict[str, Callable]:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
         return (out.transpose(1, 2),)
 
-    return {"latent": latent, "macchiato": macchiato, "separate": separate, "window": local, "sdpa": sdpa}
+    return {"latent": latent, "macchiato": macchiato, "window": local, "sdpa": sdpa}
 
 
 def find_flex(length: int, device: str, window: int = WINDOW) -> Callable:
@@ -150,12 +144,7 @@ def three_phase_bytes(operator: str, layout: tuple[int, int, int]) -> float | No
     latent = 2 * logits + values + queries + 4 * heads * LATENTS
     latent += values + logits + 16 * heads * LATENTS * (dim + 1) / CHUNK
     gated = latent + 2 * heads + queries  # the gate and what it weighs
-    return {
-        "latent": latent,
-        "window": window,
-        "separate": gated + window,
-        "macchiato": gated + window - 2 * queries - values,  # the window's output stays inside, v is read once less
-    }.get(operator)
+    return {"latent": latent, "window": window, "macchiato": gated + window}.get(operator)
 
 
 def compulsory_bytes(inputs: list[torch.Tensor], out: torch.Tensor) -> dict[str, int]:
@@ -268,7 +257,7 @@ def run_child(options: argparse.Namespace, layout: tuple[int, int, int]) -> None
 
 def fill_cache(options: argparse.Namespace) -> None:
     """Compile all kernels side by side into the common cache, untimed, so that the sections need not wait for each."""
-    names = [(name, layout) for layout in options.layouts for name in ("latent", "macchiato", "separate")]
+    names = [(name, layout) for layout in options.layouts for name in ("latent", "macchiato")]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda pair: common.start_child(__file__, *pair, options, None).communicate("\n"), names))
 
@@ -310,8 +299,8 @@ def main(arguments: list[str] | None = None) -> int:
         run_child(options, *layouts.values())
         return 0
 
-    lengths = (64, 160) if tiny else QUICK_LENGTHS if options.quick else LENGTHS
-    tokens, flex_length, batches = (320, 160, (1, 2)) if tiny else (TOKENS, FLEX_LENGTH, (1, 4, 16, 64, 256))
+    lengths = (32, 64) if tiny else QUICK_LENGTHS if options.quick else LENGTHS
+    tokens, flex_length, batches = (64, 64, (1, 2)) if tiny else (TOKENS, FLEX_LENGTH, (1, 4, 16, 64, 256))
     scan_length, scan_widths = (64, (8, 24)) if tiny else (TOKENS, SCAN_WIDTHS)
     decode_layout = TINY["16x128"] if tiny else DECODE_LAYOUT
     bandwidth = common.copy_bandwidth(device)

@@ -148,7 +148,11 @@ def plot(results: list[dict], path: Path) -> None:
         axes.plot(lengths, means, marker="o", label=name, linestyle="--" if name in CONTROLS else "-")
     axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel="held-out perplexity")
     axes.set_xticks(lengths, lengths)
-    axes.legend(fontsize=7)
+    axes.minorticks_off()
+    low, high = (round(x, -1) for x in axes.get_ylim())
+    marks = range(int(low), int(high) + 1, max(10, int(high - low) // 50 * 10))
+    axes.set_yticks(list(marks), [str(x) for x in marks])
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
 

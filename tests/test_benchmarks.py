@@ -88,13 +88,13 @@ def test_reduced_form_of_latent_attention(latent_program, tmp_path, capsys):
     content = json.loads((folder / "latent_attention.json").read_text())
     rows = content["rows"]
     assert {row["section"] for row in rows} == set(program.SECTIONS) - {"flex"}
-    attention = {"latent", "macchiato", "separate", "window", "sdpa"}
+    attention = {"latent", "macchiato", "window", "sdpa"}
     assert {row["operator"] for row in rows if row["section"] == "operators"} == attention
     for row in rows:
         without_floor = row["operator"] == "sdpa"
         names = [x for x in program.FIGURES[row["section"]] if not (without_floor and x.endswith("three_phase"))]
         assert all(row[name] > 0 for name in names)
-    assert "| gemma-2-2b | 64 |" in capsys.readouterr().out
+    assert "| gemma-2-2b | 32 |" in capsys.readouterr().out
 
     again = tmp_path / "again"
     assert program.main(["--plot", str(folder / "latent_attention.json"), "--output", str(again)]) == 0
@@ -128,7 +128,9 @@ def test_compared_operators_do_the_same(latent_program, layout):
     short, long = (latent_program.find_operators("torch", window=window) for window in (20, 48))
     window = run("window", short["window"])
     torch.testing.assert_close(run("flex", latent_program.find_flex(48, "cpu", window=20)), window)
-    torch.testing.assert_close(run("macchiato", short["macchiato"]), run("separate", short["separate"]))
+    shares = torch.cat([inputs["gate"][..., None], inputs["q"]], -1).softmax(-1)[..., :1]
+    latents = (run("macchiato", short["macchiato"]) - shares * window) / (1 - shares)
+    torch.testing.assert_close(latents, run("latent", short["latent"]), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(run("sdpa", long["sdpa"]), run("window", long["window"]))
     assert not torch.allclose(window, run("window", long["window"]))
 
@@ -142,10 +144,9 @@ def test_three_phase_floor(latent_program, layout, inputs_and_outputs, states, w
     heads, kv_heads, dim = latent_program.LAYOUTS[layout]
     found = {
         name: latent_program.three_phase_bytes(name, (heads, kv_heads, dim)) * 16384 / 1e6
-        for name in ("latent", "window", "separate", "macchiato")
+        for name in ("latent", "window", "macchiato")
     }
     assert found["window"] == pytest.approx(window, abs=0.5)
-    assert found["separate"] - found["window"] == pytest.approx(inputs_and_outputs + states, abs=1)
-    exact = 2 * heads * dim * 16384 / 1e6  # the window's output
-    assert found["separate"] - found["macchiato"] == pytest.approx(2 * exact + exact * kv_heads / heads)
-    assert found["latent"] == pytest.approx(found["separate"] - found["window"] - exact - 2 * heads * 16384 / 1e6)
+    gated = found["macchiato"] - found["window"]
+    assert gated == pytest.approx(inputs_and_outputs + states, abs=1)
+    assert found["latent"] == pytest.approx(gated - 2 * heads * (dim + 1) * 16384 / 1e6)

@@ -592,8 +592,8 @@ class _Problem:
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
     def prepare(self, queries: bool, rest: bool) -> _Prepared:
-        """Weights inside chunks (H, tokens, CHUNK), with the rest that they lack or without, decayed queries and keys, and the decays of whole chunks (and of one more,
-        which an empty last document looks at)."""
+        """Weights inside chunks (H, tokens, CHUNK), with the rest that they lack or without; decayed queries and keys; and the
+        decays of whole chunks (and of one more, which an empty last document looks at)."""
         grid = len(self.plan.chunks), self.heads
         ready = _Prepared(
             scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype),

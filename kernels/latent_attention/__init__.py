@@ -67,7 +67,7 @@ def latent_attention(
         attention_mask: (B, T), zero where a token must not be absorbed.
         cu_seqlens: (documents + 1,), borders of documents packed in one row; excludes `initial_state`.
         initial_state: (z (B, H_kv, L), M (B, H_kv, L, d)) from an earlier call.
-        backend: "auto", "triton" or "torch".
+        backend: "auto", "triton" or "torch"; "auto" takes PyTorch for `use_mass` and for a few tokens without gradient.
 
     Returns:
         Output (B, T, H, d) in v's dtype, and the final (z, M) in float32 (float64 for float64 inputs), `None` when packed.
@@ -86,6 +86,11 @@ def latent_attention(
     options = dict(
         gate=gate, gate_value=gate_value, use_mass=use_mass, mass_length=mass_length, initial_state=initial_state
     )
+    everything = (*tensors, gate, gate_value, *(initial_state or ()))
+    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in everything)
+    few = cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients
+    if backend == "auto" and (use_mass or few):
+        backend = "torch"  # the kernels for these have run in Triton's interpreter only
     if resolve_backend("latent_attention", backend, q.device, ("triton", "torch"), triton_limit(q, v)) == "torch":
         out, state = latent_attention_chunked(
             *tensors, **options, attention_mask=attention_mask, cu_seqlens=cu_seqlens
@@ -96,9 +101,7 @@ def latent_attention(
     if attention_mask is not None:
         ignored = ~attention_mask.bool()[:, :, None, None]
         tensors = q, theta.masked_fill(ignored, EMPTY), v.masked_fill(ignored, 0)
-    everything = (*tensors, gate, gate_value, *(initial_state or ()))
-    gradients = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in everything)
-    if cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients:
+    if few:
         return latent_attention_step(*tensors, **options)
     out, state = latent_attention_fused(*tensors, **options, cu_seqlens=cu_seqlens)
     return out, None if cu_seqlens is not None else state

@@ -1,6 +1,5 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
-"""Causal latent attention in Triton: forward, backward and the decode step, alone or with a window in the same pass (papers:
-Latte, sections 2.5, 2.6 and 10).
+"""Causal latent attention in Triton: forward, backward and the decode step (papers: Latte, sections 2.5, 2.6 and 10).
 
 Forward: `_walk` without outputs sums up each segment (log-sum-exp z and mean M per latent), `_join` gives the state that each
 segment starts from, `_walk` the outputs. Backward: `_read_gradients` walks forward again for what queries and gates get;
@@ -12,14 +11,12 @@ its early and its late rows, and no factor exceeds 1. Logarithms are to base 2.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from ..sliding_window_attention.fused import window_gradients
 from ..tiles import (
     CHUNK,
     LOG2E,
@@ -37,6 +34,7 @@ from ..tiles import (
 )
 from .reference import EMPTY
 
+TO_BASE_2 = 1 / math.log(2)
 LEVELS = tl.constexpr(CHUNK.bit_length())
 SPREAD = tl.constexpr(43.0)  # in log2, 30 nats
 NARROW = tl.constexpr(100.0)  # leaves room above float32's 2^-126 for three bfloat16
@@ -154,42 +152,11 @@ def _anchored(z, theta, level, levels, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _window(
-    q, k, v, lse, at, first, left, head, values, scale,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WINDOW: tl.constexpr,
-    C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Softmax attention of one chunk to the last WINDOW tokens of its document, (C, values)."""
-    rows, channels = tl.arange(0, C), tl.arange(0, BK)
-    queries = load_rows(q, first, left, head, channels, C, HEADS, DIM)
-    top = tl.full((C,), NOTHING, tl.float32)
-    total = tl.zeros((C,), tl.float32)
-    acc = tl.zeros((C, BV), tl.float32)
-    back: tl.constexpr = (WINDOW + C - 2) // C
-    for i in range(tl.maximum(0, back - at), back + 1):  # blocks before the document's first chunk do not exist
-        offset = (i - back) * C
-        keys = load_rows(k, first + offset, left - offset, head // GROUP, channels, C, HEADS // GROUP, DIM)
-        v_rows = load_rows(v, first + offset, left - offset, head // GROUP, values, C, HEADS // GROUP, DIM)
-        distance = rows[:, None] - rows[None, :] - offset
-        scores = dot(queries, tl.trans(keys), OPERAND, PRECISION) * (scale * LOG2E)
-        scores = tl.where((distance >= 0) & (distance < WINDOW), scores, NOTHING)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        parts = tl.where(scores > OCCUPIED, tl.exp2(scores - higher[:, None]), 0.0)
-        shrink = tl.exp2(top - higher)
-        total = total * shrink + tl.sum(parts, 1)
-        acc = acc * shrink[:, None] + dot(parts, v_rows, OPERAND, PRECISION)
-        top = higher
-    if lse is not None:
-        tl.store(lse + (first + rows) * HEADS + head, (top + tl.log2(total)) / LOG2E, mask=rows < left)
-    return acc / total[:, None]
-
-
-@triton.jit
 def _walk(
-    q, theta, v, gate, gate_value, window_q, window_k, out, lse, masses, shares, own_shares, befores,
-    start_mass, start_mean, end_mass, end_mean, segments, documents, log_length, scale,
+    q, theta, v, gate, gate_value, out, masses, shares, own_shares, befores,
+    start_mass, start_mean, end_mass, end_mean, segments, log_length,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
-    WINDOW: tl.constexpr, C: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     """One segment and query head, a tile of value channels; without `out`, what the segment alone would hold at its end.
@@ -210,9 +177,6 @@ def _walk(
     if start_mass is not None:
         before = _load_masses(start_mass, place, latents, LATENTS)
         mean = load_state(start_mean, place, latents, values, LATENTS, DIM)
-    first_of_document = chunk
-    if WINDOW > 0:
-        first_of_document = tl.load(segments + 6 * tl.load(documents + 2 * document) + 2)
     for i in range(tl.cdiv((end - start).to(tl.int32), C)):
         first = start + i * C
         left = (end - first).to(tl.int32)
@@ -233,15 +197,7 @@ def _walk(
                 to_query, to_key, inside = _anchored(z, logits, level, levels, C, EXACT)
                 pairs += tl.where(inside, tl.dot(a * to_query, tl.trans(to_key), input_precision=PRECISION), 0.0)
             result += dot(pairs, v_rows, OPERAND, PRECISION)
-            if WINDOW > 0:
-                exact = _window(
-                    window_q, window_k, v, lse, chunk + i - first_of_document, first, left, head, values, scale,
-                    HEADS, GROUP, DIM, WINDOW, C, BK, BV, OPERAND, PRECISION,
-                )  # fmt: skip
-                result += own[:, None] * exact
-                if gate_value is not None:
-                    store_rows(gate_value, exact, first, left, head, values, C, HEADS, DIM)
-            elif gate is not None:
+            if gate is not None:
                 result += own[:, None] * load_rows(gate_value, first, left, head, values, C, HEADS, DIM).to(tl.float32)
             store_rows(out, result, first, left, head, values, C, HEADS, DIM)
             if masses is not None and tile == 0:
@@ -476,13 +432,6 @@ def _step(
         tl.store(final_mass + place * LATENTS + latents, z, mask=latents < LATENTS)
 
 
-class _Window(NamedTuple):
-    q: torch.Tensor
-    k: torch.Tensor
-    size: int
-    scale: float
-
-
 class _Problem:
     """One call's tensors, laid end to end, and everything that its kernels share."""
 
@@ -497,9 +446,7 @@ class _Problem:
         segment = min(max(triton.cdiv(segment, CHUNK) * CHUNK, 2 * CHUNK), 16 * CHUNK)
         self.plan = make_plan(borders, segment, q.device)
         self.shape = dict(LATENTS=self.latents, DIM=self.dim)
-        # in half precision, products of 32 columns read beyond shared memory in Triton 3.6
-        least = 64 if self.precision["OPERAND"] == tl.bfloat16 else 32
-        self.options = dict(C=CHUNK, BL=max(least, tile_width(self.latents)), **self.precision)
+        self.options = dict(C=CHUNK, **self.precision)
         self.mass = dict(MASS=use_mass)
         self.value_tile = min(tile_width(self.dim), 128)
         self.tiles = triton.cdiv(self.dim, self.value_tile)
@@ -510,14 +457,11 @@ class _Problem:
     def states(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.new(count, self.kv_heads, self.latents), self.new(count, self.kv_heads, self.latents, self.dim)
 
-    def walk(self, heads, q, theta, v, gate, value, window, out, saved, start, end):
-        """`saved`: (masses, shares, own shares, befores, lse of the window) for the backward pass, or nothing."""
-        masses, shares, own, befores, lse = saved or (None,) * 5
-        window_q, window_k, size, scale = window or (None, None, 0, 1.0)
+    def walk(self, heads, q, theta, v, gate, value, out, saved, start, end):
+        """`saved`: (masses, shares, own shares, befores) for the backward pass, or nothing."""
         _walk[(len(self.plan.segments), heads, self.tiles)](
-            q, theta, v, gate, value, window_q, window_k, out, lse, masses, shares, own, befores, *start, *end,
-            self.plan.segments, self.plan.documents, self.log_length, scale,
-            HEADS=heads, GROUP=heads // self.kv_heads, WINDOW=size, BK=tile_width(self.dim), BV=self.value_tile,
+            q, theta, v, gate, value, out, *(saved or (None,) * 4), *start, *end, self.plan.segments, self.log_length,
+            HEADS=heads, GROUP=heads // self.kv_heads, BV=self.value_tile, BL=tile_width(self.latents),
             **self.shape, **self.mass, **self.options, num_warps=4, num_stages=2,
         )  # fmt: skip
 
@@ -525,66 +469,54 @@ class _Problem:
         if not self.plan.joined:
             return initial
         totals, starts = (self.states(len(self.plan.segments)) for _ in range(2))
-        self.walk(self.kv_heads, None, theta, v, None, None, None, None, None, (None, None), totals)
+        self.walk(self.kv_heads, None, theta, v, None, None, None, None, (None, None), totals)
         columns = min(self.value_tile, 32)
         _join[(len(self.plan.documents), self.kv_heads, triton.cdiv(self.dim, columns))](
-            *totals, *initial, *starts, self.plan.documents, KV_HEADS=self.kv_heads, BL=self.options["BL"], BV=columns,
+            *totals, *initial, *starts, self.plan.documents, KV_HEADS=self.kv_heads, BL=tile_width(self.latents), BV=columns,
             **self.shape, num_warps=1,
         )  # fmt: skip
         return starts
 
 
 class _LatentAttention(torch.autograd.Function):
-    """With a window, `gate_value` is computed in the same pass; only the backward pass wants it written."""
-
     @staticmethod
-    def forward(
-        ctx, q, theta, v, gate, value, z0, mean0, window_q, window_k, window, borders, use_mass, mass_length, train
-    ):
+    def forward(ctx, q, theta, v, gate, value, z0, mean0, borders, use_mass, mass_length, train):
         problem = _Problem(q, theta, v, borders, use_mass, mass_length)
-        initial = (z0, mean0)
-        start = problem.starts(theta, v, initial)
+        start = problem.starts(theta, v, (z0, mean0))
         out = v.new_empty(*q.shape[:3], v.shape[3])
-        saved, pair = None, None
-        if window is not None:
-            pair = _Window(window_q, window_k, *window)
-            value = torch.empty_like(out) if train else None
+        saved = None
         if train:
-            heads, tokens = problem.heads, problem.tokens
             saved = (
-                problem.new(tokens, problem.kv_heads, problem.latents),
-                problem.new(tokens, heads, problem.latents),
-                None if gate is None else problem.new(tokens, heads),
+                problem.new(problem.tokens, problem.kv_heads, problem.latents),
+                problem.new(problem.tokens, problem.heads, problem.latents),
+                None if gate is None else problem.new(problem.tokens, problem.heads),
                 problem.new(len(problem.plan.chunks), problem.kv_heads, problem.latents),
-                None if window is None else problem.new(*q.shape[:3]),
             )
         final = problem.states(len(problem.plan.documents))
-        problem.walk(problem.heads, q, theta, v, gate, value, pair, out, saved, start, final)
+        problem.walk(problem.heads, q, theta, v, gate, value, out, saved, start, final)
         if train:
-            ctx.save_for_backward(q, theta, v, gate, value, *initial, window_q, window_k, *start, *final, *saved)
-            ctx.window, ctx.arguments = window, (borders, use_mass, mass_length)
+            ctx.save_for_backward(q, theta, v, gate, value, mean0, start[1], final[1], *saved)
+            ctx.arguments = borders, use_mass, mass_length
             ctx.set_materialize_grads(False)
         return out, *final
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_final_mass, grad_final_mean):
-        (
-            q, theta, v, gate, value, z0, mean0, window_q, window_k, start_mass, start_mean, end_mass, end_mean,
-            masses, shares, own, befores, lse,
-        ) = ctx.saved_tensors  # fmt: skip
+        q, theta, v, gate, value, mean0, start_mean, end_mean, masses, shares, own, befores = ctx.saved_tensors
         problem = _Problem(q, theta, v, *ctx.arguments)
         plan, heads, kv_heads = problem.plan, problem.heads, problem.kv_heads
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
-        options = dict(HEADS=heads, GROUP=problem.group, **problem.shape, **problem.options, num_stages=1)
+        # in half precision, these kernels' products of 32 columns read beyond shared memory in Triton 3.6
+        width = max(64 if problem.precision["OPERAND"] == tl.bfloat16 else 32, tile_width(problem.latents))
+        options = dict(HEADS=heads, GROUP=problem.group, BL=width, **problem.shape, **problem.options, num_stages=1)
 
         grad_q, grad_masses = torch.empty_like(q), torch.empty_like(shares)
-        grad_gate = None if gate is None else torch.empty_like(gate)
-        # with a window in the same pass, its own kernels multiply by the gate
-        grad_value = None if gate is None or ctx.window is not None else torch.empty_like(value)
+        grad_gate, grad_value = (None if x is None else torch.empty_like(x) for x in (gate, value))
         _read_gradients[(len(plan.segments), heads)](
             theta, v, value, grad_out, masses, shares, own, befores, start_mean, grad_q, grad_gate, grad_value,
-            grad_masses, plan.segments, problem.log_length, BV=tile_width(problem.dim), num_warps=4, **problem.mass, **options,
+            grad_masses, plan.segments, problem.log_length, BV=tile_width(problem.dim), num_warps=4, **problem.mass,
+            **options,
         )  # fmt: skip
 
         last = None, None
@@ -594,7 +526,7 @@ class _LatentAttention(torch.autograd.Function):
             # masses are in base 2 here
             last = (
                 by_mean.contiguous(),
-                by_mass if grad_final_mass is None else by_mass - grad_final_mass * LOG2E.value,
+                by_mass if grad_final_mass is None else by_mass - grad_final_mass * TO_BASE_2,
             )
         grad_v = torch.empty_like(v)
         grad_theta = problem.new(problem.tiles, *theta.shape)
@@ -611,11 +543,11 @@ class _LatentAttention(torch.autograd.Function):
             write((None, None), (None, None), (total_mean, total_mass), decays)
             ends = torch.empty_like(total_mean), torch.empty_like(total_mass)
             by_tensor = (total_mean, last[0], ends[0], problem.dim), (total_mass, last[1], ends[1], 1)
-            for totals, initial, into, width in by_tensor:
-                tile = dict(BK=problem.options["BL"], BV=min(triton.next_power_of_2(width), 32))
-                join_segments[(len(plan.documents), kv_heads, triton.cdiv(width, tile["BV"]))](
-                    totals, decays, initial, into, plan.documents, KV_HEADS=kv_heads, DIM_K=problem.latents, DIM_V=width,
-                    REVERSE=True, num_warps=1, **tile,
+            for totals, initial, into, columns in by_tensor:
+                tile = dict(BK=tile_width(problem.latents), BV=min(triton.next_power_of_2(columns), 32))
+                join_segments[(len(plan.documents), kv_heads, triton.cdiv(columns, tile["BV"]))](
+                    totals, decays, initial, into, plan.documents, KV_HEADS=kv_heads, DIM_K=problem.latents,
+                    DIM_V=columns, REVERSE=True, num_warps=1, **tile,
                 )  # fmt: skip
         else:
             ends = last
@@ -623,28 +555,16 @@ class _LatentAttention(torch.autograd.Function):
         write(ends, (grad_v, grad_theta), (first_mean, first_mass))
         grad_theta = grad_theta.sum(0) if problem.tiles > 1 else grad_theta[0]
 
-        grad_z0 = grad_mean0 = grad_window_q = grad_window_k = None
-        if z0 is not None:
-            grad_mean0, grad_z0 = first_mean, ((first_mean * mean0).sum(-1) - first_mass) / LOG2E.value
-        if ctx.window is not None:
-            # softmax weights times the gate's are exp(score - lse + log a_0): gradients come as of such a softmax
-            size, scale = ctx.window
-            grad_window_q, grad_window_k, of_values = window_gradients(
-                window_q, window_k, v, value, lse - own.view_as(lse).log(), grad_out, size, scale, ctx.arguments[0]
-            )
-            grad_v += of_values
-        return (
-            grad_q, grad_theta.to(theta.dtype), grad_v, grad_gate, grad_value, grad_z0, grad_mean0, grad_window_q,
-            grad_window_k, None, None, None, None, None,
-        )  # fmt: skip
+        grad_z0 = grad_mean0 = None
+        if mean0 is not None:
+            grad_mean0, grad_z0 = first_mean, ((first_mean * mean0).sum(-1) - first_mass) / TO_BASE_2
+        return grad_q, grad_theta.to(theta.dtype), grad_v, grad_gate, grad_value, grad_z0, grad_mean0, *(None,) * 4
 
 
 def _to_base_2(state):
     """The state as kernels hold it: float32, masses to base 2, contiguous."""
     return (
-        (None, None)
-        if state is None
-        else ((state[0].float() * LOG2E.value).contiguous(), state[1].float().contiguous())
+        (None, None) if state is None else ((state[0].float() * TO_BASE_2).contiguous(), state[1].float().contiguous())
     )
 
 
@@ -672,7 +592,7 @@ def latent_attention_step(
         HEADS=heads, GROUP=heads // kv_heads, LATENTS=latents, DIM=dim, MASS=use_mass,
         BL=tile_width(latents), BV=columns, num_warps=2,
     )  # fmt: skip
-    return out, (z / LOG2E.value, mean)
+    return out, (z / TO_BASE_2, mean)
 
 
 @torch.compiler.disable
@@ -683,19 +603,16 @@ def latent_attention_fused(
     *,
     gate: torch.Tensor | None = None,
     gate_value: torch.Tensor | None = None,
-    window: tuple[torch.Tensor, torch.Tensor, int, float] | None = None,
     use_mass: bool = False,
     mass_length: int | None = None,
     cu_seqlens: torch.Tensor | None = None,
     initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
-    """See `hf_linattn.kernels.latent_attention.latent_attention`; `window`, instead of `gate_value`: queries, keys, size and
-    scale of the exact branch."""
+    """See `hf_linattn.kernels.latent_attention.latent_attention`."""
     batch, time = q.shape[:2]
     borders = tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
-    window_q, window_k, *window = window or (None, None)
-    inputs = (q, theta, v, gate, gate_value, *_to_base_2(initial_state), window_q, window_k)
+    inputs = (q, theta, v, gate, gate_value, *_to_base_2(initial_state))
     inputs = tuple(None if x is None else x.contiguous() for x in inputs)
     train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out, z, mean = _LatentAttention.apply(*inputs, tuple(window) or None, borders, use_mass, mass_length, train)
-    return out, (z / LOG2E.value, mean)
+    out, z, mean = _LatentAttention.apply(*inputs, borders, use_mass, mass_length, train)
+    return out, (z / TO_BASE_2, mean)

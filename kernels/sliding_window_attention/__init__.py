@@ -55,7 +55,7 @@ def sliding_window_attention(
         cu_seqlens: (documents + 1,), borders of documents packed in one row; excludes `initial_state`.
         initial_state: state returned by the call on the tokens before.
         causal: if false, a query sees the keys up to `window // 2` positions before and after it, without sinks or state.
-        backend: "auto", "triton" or "torch".
+        backend: "auto", "triton" or "torch"; "auto" takes PyTorch where there are sinks.
 
     Returns:
         Output (B, T, H, d); log-sum-exp of the scores (B, T, H) in float32 (float64 for float64 inputs), -1e30 in rows that
@@ -95,6 +95,8 @@ def sliding_window_attention(
         limit = (
             f"its kernels take 256 channels in bfloat16 and float16 and 128 in float32, got {q.shape[3]} in {q.dtype}"
         )
+    if backend == "auto" and sinks:
+        backend = "torch"  # the kernel's part for sinks has run in Triton's interpreter only
     chosen = resolve_backend("sliding_window_attention", backend, q.device, ("triton", "torch"), limit)
     run = sliding_window_attention_chunked
     if chosen == "triton" and (q.shape[1] > MAX_STEPS or cu_seqlens is not None):

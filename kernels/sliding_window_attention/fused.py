@@ -341,39 +341,6 @@ class _Problem(NamedTuple):
         return dict(**kind, OPERAND=operand, PRECISION="ieee" if INTERPRETED else "tf32x3" if exact else "tf32")
 
 
-def _gradients(q, k, v, q_sink, sink_k, sink_v, out, lse, grad_out, grad_lse, problem):
-    scalars, options = problem.scalars(q), problem.options(q, k)
-    batch, time, heads, dim = q.shape
-    kv_heads = k.shape[2]
-    launch = _launch(dim, q.element_size())
-    grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    grad_q_sink, grad_sink_k, grad_sink_v = (
-        None if x is None else torch.empty_like(x) for x in (q_sink, sink_k, sink_v)
-    )
-    delta = torch.empty_like(lse)
-    config = launch.grad_queries
-    blocks = batch * triton.cdiv(time, config["M"])
-    sinks, parts = 0, (None, None)
-    if sink_k is not None:
-        sinks = sink_k.shape[1]
-        parts = lse.new_empty(2, blocks + sink_k.shape[0], heads, sinks, dim)
-    _grad_queries[(blocks * heads,)](
-        q, k, v, q_sink, sink_k, sink_v, *problem[:4], out, lse, grad_out, grad_lse,
-        delta, grad_q, grad_q_sink, *parts, *scalars, SINKS=sinks, **options, **config,
-    )  # fmt: skip
-    if sinks:
-        kind = {n: options[n] for n in ("HEADS", "GROUP", "DIM")} | {n: config[n] for n in "MD"}
-        _sum_sinks[(sink_k.shape[0] * sinks * kv_heads,)](
-            *parts, problem.borders, grad_sink_k, grad_sink_v, time, SINKS=sinks, **kind, num_warps=4
-        )
-    config = launch.grad_keys
-    grid = batch * triton.cdiv(k.shape[1], config["N"]) * kv_heads, triton.cdiv(dim, config["SLAB"])
-    _grad_keys[grid](q, k, v, *problem[1:4], lse, delta, grad_out, grad_k, grad_v, *scalars, **options, **config)
-    return grad_q, grad_k, grad_v, grad_q_sink, grad_sink_k, grad_sink_v
-
-
 class _SlidingWindowAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, q_sink, sink_k, sink_v, problem):
@@ -395,27 +362,38 @@ class _SlidingWindowAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        return *_gradients(*ctx.saved_tensors, grad_out, grad_lse, ctx.problem), None
-
-
-def window_gradients(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    grad_out: torch.Tensor,
-    window: int,
-    scale: float,
-    borders: tuple[int, ...],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of q, k and v where another kernel computed `out` and `lse`, of rows or packed documents with these borders."""
-    document = table = None
-    if q.shape[0] == 1:
-        table = torch.tensor(borders, dtype=torch.int32).to(q.device)
-        document = document_index(table, q.shape[1]).int()
-    problem = _Problem(None, None, document, table, scale, None, 0, min(window - 1, q.shape[1]), 0)
-    return _gradients(q, k, v, None, None, None, out, lse, grad_out, None, problem)[:3]
+        q, k, v, q_sink, sink_k, sink_v, out, lse = ctx.saved_tensors
+        problem = ctx.problem
+        scalars, options = problem.scalars(q), problem.options(q, k)
+        batch, time, heads, dim = q.shape
+        kv_heads = k.shape[2]
+        launch = _launch(dim, q.element_size())
+        grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
+        grad_lse = None if grad_lse is None else grad_lse.contiguous()
+        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grad_q_sink, grad_sink_k, grad_sink_v = (
+            None if x is None else torch.empty_like(x) for x in (q_sink, sink_k, sink_v)
+        )
+        delta = torch.empty_like(lse)
+        config = launch.grad_queries
+        blocks = batch * triton.cdiv(time, config["M"])
+        sinks, parts = 0, (None, None)
+        if sink_k is not None:
+            sinks = sink_k.shape[1]
+            parts = lse.new_empty(2, blocks + sink_k.shape[0], heads, sinks, dim)
+        _grad_queries[(blocks * heads,)](
+            q, k, v, q_sink, sink_k, sink_v, *problem[:4], out, lse, grad_out, grad_lse,
+            delta, grad_q, grad_q_sink, *parts, *scalars, SINKS=sinks, **options, **config,
+        )  # fmt: skip
+        if sinks:
+            kind = {n: options[n] for n in ("HEADS", "GROUP", "DIM")} | {n: config[n] for n in "MD"}
+            _sum_sinks[(sink_k.shape[0] * sinks * kv_heads,)](
+                *parts, problem.borders, grad_sink_k, grad_sink_v, time, SINKS=sinks, **kind, num_warps=4
+            )
+        config = launch.grad_keys
+        grid = batch * triton.cdiv(k.shape[1], config["N"]) * kv_heads, triton.cdiv(dim, config["SLAB"])
+        _grad_keys[grid](q, k, v, *problem[1:4], lse, delta, grad_out, grad_k, grad_v, *scalars, **options, **config)
+        return grad_q, grad_k, grad_v, grad_q_sink, grad_sink_k, grad_sink_v, None
 
 
 @torch.compiler.disable

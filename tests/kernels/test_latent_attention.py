@@ -4,7 +4,6 @@
 Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
 """
 
-import itertools
 import os
 
 import pytest
@@ -167,20 +166,20 @@ def matches_the_definition(tensors, backend, dtype=None, tolerance=None, leave_o
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("time", thinned([70, 1, 2, 16, 5, 37, 64, 65, 130], 3))
+@pytest.mark.parametrize("time", thinned([70, 1, 2, 16, 5, 37, 65, 64, 130], 3))
 def test_matches_the_definition(mode, time, backend):
-    tensors, options = mode_inputs(mode, 2, time, 4, 2, 5, 3, seed=time)
+    tensors, options = mode_inputs(mode, 2, time, 2, 1, 5, 3, seed=time)
     matches_the_definition(tensors, backend, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("time", thinned([1, 37, 65], 1))
+@pytest.mark.parametrize("time", thinned([65, 37, 1], 2))
 def test_an_initial_state(mode, time, backend):
     tensors, options = mode_inputs(mode, 2, time, 2, 1, 5, 3, state=True, seed=time)
     matches_the_definition(tensors, backend, **options)
 
 
-@pytest.mark.parametrize("mode", thinned(MODES, 2))
+@pytest.mark.parametrize("mode", thinned(MODES, 4))
 @pytest.mark.parametrize("time", [300, 700])
 def test_several_segments(mode, time, backend):
     """So long that segments are walked side by side and joined."""
@@ -321,11 +320,13 @@ def hard_assignments(batch, time, kv_heads, latents, seed=0):
 @pytest.mark.parametrize("options", [dict(), dict(use_mass=True), dict(use_mass=True, mass_length=8)])
 def test_hard_assignments(options, backend):
     tensors = inputs(1, 100, 2, 1, 4, 3, gated=True) | dict(theta=hard_assignments(1, 100, 1, 4))
+    if "mass_length" in options:
+        tensors["theta"] += 0.1  # off the kink: the mass of eight tokens would be mass_length exactly
     found = matches_the_definition(tensors, backend, **options)
     assert not found["theta"][tensors["theta"] < 0].any()
 
 
-@pytest.mark.parametrize("mode", thinned(MODES, 2))
+@pytest.mark.parametrize("mode", thinned(MODES, 4))
 @pytest.mark.parametrize("delay", thinned([70, 1, 64, 5, 100], 2))
 def test_empty_first_tokens(delay, mode, backend):
     """As values that enter the latents when they leave a window; a delay of 100 is a text that never does."""
@@ -353,7 +354,7 @@ def test_half_precision(mode, dtype, backend):
     matches_the_definition(tensors, backend, dtype, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", thinned(MODES, 2))
 @pytest.mark.parametrize("cuts", [[1] * 21, [13, 8], [1, 19, 1], [20, 1]])
 def test_split_anywhere(mode, cuts, backend):
     """Up to 16 tokens go through the recurrence, more through the kernels."""
@@ -373,12 +374,12 @@ def test_split_anywhere(mode, cuts, backend):
         close(x, y, TOLERANCES[DTYPES[backend]])
 
 
-@pytest.mark.parametrize("mode", thinned(MODES, 2))
+@pytest.mark.parametrize("mode", thinned(MODES, 4))
 @pytest.mark.parametrize("time", [1, 16])
 def test_a_few_steps(mode, time, backend):
     """Without gradients, from empty and from given states."""
     for state in (False, True):
-        tensors, options = mode_inputs(mode, 2, time, 4, 2, 5, 70, state=state)
+        tensors, options = mode_inputs(mode, 2, time, 2, 1, 5, 70, state=state)
         tensors["theta"][0, :4] = EMPTY
         tensors = rounded(tensors, DTYPES[backend])
         out, final = run(tensors, backend, **options)
@@ -414,15 +415,15 @@ LENGTHS = (0, 9, 1, 65, 0, 33, 4)
 BORDERS = torch.tensor((0, *LENGTHS)).cumsum(0)
 
 
-@pytest.mark.parametrize("mode", thinned(MODES, 2))
+@pytest.mark.parametrize("mode", thinned(MODES, 4))
 def test_packed_documents(mode, backend):
-    tensors, options = mode_inputs(mode, 1, sum(LENGTHS), 4, 2, 3, 4)
-    assert run(tensors, backend, **options, cu_seqlens=BORDERS)[1] is None
-    found = matches_the_definition(tensors, backend, **options, cu_seqlens=BORDERS)
-    for start, end in itertools.pairwise(BORDERS.tolist()):
-        if end > start:
-            alone, _ = run(split(tensors, start, end), backend, **options)
-            close(found["out"][:, start:end], alone, TOLERANCES[DTYPES[backend]])
+    tensors, options = mode_inputs(mode, 1, sum(LENGTHS), 2, 1, 3, 4)
+    out, state = run(tensors, backend, **options, cu_seqlens=BORDERS)
+    assert state is None
+    matches_the_definition(tensors, backend, **options, cu_seqlens=BORDERS)
+    start, end = BORDERS[3:5]
+    alone, _ = run(split(tensors, start, end), backend, **options)
+    close(out[:, start:end], alone, TOLERANCES[DTYPES[backend]])
 
 
 def test_packed_documents_of_several_segments(backend):
@@ -472,14 +473,19 @@ def test_attention_mask(mask, mode, backend):
 
 @pytest.mark.parametrize("mode", thinned(MODES, 4))
 @pytest.mark.parametrize("at", thinned([64, 17, 1, 63, 65, 129], 3))
-def test_bitwise_causality(at, mode, backend):
+def test_causality(at, mode, backend):
+    """What comes later changes no bit, but for key logits of the same chunk: those set the scale of Triton's products."""
     first, options = mode_inputs(mode, 1, 130, 2, 1, 4, 3)
     second, _ = mode_inputs(mode, 1, 130, 2, 1, 4, 3, seed=1)
+    steep = second | dict(theta=second["theta"] + 1000)
     out, _ = run(first, backend, **options)
-    changed = {n: torch.cat([t[:, :at], second[n][:, at:]], 1) for n, t in first.items()}
-    other, _ = run(changed, backend, **options)
-    assert torch.equal(other[:, :at], out[:, :at])
-    assert not torch.equal(other[:, at:], out[:, at:])
+    for later, kept in ((second, ("theta",)), (second, ()), (steep, ())):
+        changed = {n: t if n in kept else torch.cat([t[:, :at], later[n][:, at:]], 1) for n, t in first.items()}
+        other, _ = run(changed, backend, **options)
+        same = at if kept or backend == "torch" else at // CHUNK * CHUNK
+        assert torch.equal(other[:, :same], out[:, :same])
+        torch.testing.assert_close(other[:, :at], out[:, :at], rtol=0, atol=1e-5)
+        assert not torch.equal(other[:, at:], out[:, at:])
 
 
 def test_the_same_bits_every_time(backend):
