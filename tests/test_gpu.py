@@ -5,11 +5,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hf_linattn import FAMILIES
+from hf_linattn import FAMILIES, GLAConfig, GLAForCausalLM, LatteConfig, LatteForCausalLM
 from hf_linattn.kernels.latent_attention import latent_attention, latent_attention_reference
 from hf_linattn.kernels.scan import linear_scan
 from hf_linattn.kernels.sliding_window_attention import sliding_window_attention, sliding_window_attention_reference
-from hf_linattn.models.gla import GLAConfig, GLAForCausalLM
 
 pytestmark = pytest.mark.gpu
 DTYPES = [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)]
@@ -91,18 +90,8 @@ def test_converted_model(tiny_checkpoint, family):
         assert error(half(x, use_cache=False).logits, expected) < 5e-2
 
 
-def test_gla_model():
+def decodes_as_it_reads(model):
     """Triton and PyTorch agree; prefill, decode in pieces and the compiled static cache agree with the parallel forward."""
-    config = GLAConfig(
-        vocab_size=256,
-        hidden_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        initializer_range=0.1,
-        eos_token_id=None,
-    )
-    torch.manual_seed(0)
-    model = GLAForCausalLM(config).eval()
     x = torch.randint(3, 250, (2, 150))
     with torch.no_grad():
         in_pytorch = model(x, use_cache=False).logits
@@ -116,3 +105,18 @@ def test_gla_model():
     options = dict(max_new_tokens=12, do_sample=False, eos_token_id=-1, pad_token_id=2)
     greedy = model.generate(x[:1], **options)
     assert torch.equal(model.generate(x[:1], cache_implementation="static", **options), greedy)
+
+
+SIZES = dict(vocab_size=256, hidden_size=256, num_hidden_layers=2, num_attention_heads=2, initializer_range=0.1)
+
+
+def test_gla_model():
+    torch.manual_seed(0)
+    decodes_as_it_reads(GLAForCausalLM(GLAConfig(**SIZES, eos_token_id=None)).eval())
+
+
+@pytest.mark.parametrize("name", ["Latte++", "Latte-Conv-SWA++", "Latte-RGLRU-SWA++", "RGLRU-SWA++"])
+def test_latte_model(name):
+    torch.manual_seed(0)
+    config = LatteConfig.variant(name, **SIZES, intermediate_size=512, bos_token_id=1, eos_token_id=None)
+    decodes_as_it_reads(LatteForCausalLM(config).eval())
