@@ -53,7 +53,8 @@ def latent_attention(
     With z_tl the log-sum-exp of theta_sl over s <= t and M_tl the mean of v_s weighted by exp(theta_sl - z_tl):
     a = softmax([gate_t, s_tl]), out_t = a_0 gate_value_t + sum_l a_l M_tl, where s_tl = q_tl (Latte), or q_tl + z_tl with
     `use_mass` (one normaliser over tokens: the latent counts as often as tokens went into it). Latents that hold nothing
-    take no part. Time and memory are linear in T.
+    take no part. Time and memory are linear in T. No output depends on later tokens but, in Triton, its last bit on later
+    `theta` of the same 64.
 
     Args:
         q: latent logits of the queries, (B, T, H, L).
@@ -78,6 +79,17 @@ def latent_attention(
     check_shapes(q, theta, v)
     if (gate is None) != (gate_value is None):
         raise ValueError("gate and gate_value belong together: pass both or neither")
+    if gate is not None and (gate.shape != q.shape[:3] or gate_value.shape != (*q.shape[:3], v.shape[3])):
+        raise ValueError(
+            f"gate must be (B, T, H) = {tuple(q.shape[:3])} and gate_value (B, T, H, d) = {(*q.shape[:3], v.shape[3])}, got "
+            f"{tuple(gate.shape)} and {tuple(gate_value.shape)}"
+        )
+    held = (v.shape[0], v.shape[2], q.shape[3])
+    if initial_state is not None and (initial_state[0].shape, initial_state[1].shape) != (held, (*held, v.shape[3])):
+        raise ValueError(
+            f"initial_state must be z (B, H_kv, L) = {held} and M (B, H_kv, L, d) = {(*held, v.shape[3])}, got "
+            f"{tuple(initial_state[0].shape)} and {tuple(initial_state[1].shape)}"
+        )
     if cu_seqlens is not None:
         check_packed(cu_seqlens, q.shape[0], q.shape[1])
         if initial_state is not None:

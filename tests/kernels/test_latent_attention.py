@@ -657,3 +657,20 @@ def test_bad_arguments():
     state = torch.zeros(1, 2, 3), torch.zeros(1, 2, 3, 4)
     with pytest.raises(ValueError, match="packed documents start empty"):
         latent_attention(**three, cu_seqlens=torch.tensor([0, 6]), initial_state=state)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(gate=(1, 40, 1)), "gate must be"),
+        (dict(gate_value=(1, 40, 1, 3)), "gate must be"),
+        (dict(z=(1, 2, 4)), "initial_state must be"),
+        (dict(mean=(1, 1, 4, 5)), "initial_state must be"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(changed, message):
+    shapes = dict(gate=(1, 40, 2), gate_value=(1, 40, 2, 3), z=(1, 1, 4), mean=(1, 1, 4, 3)) | changed
+    gate, gate_value, z, mean = (torch.zeros(shape) for shape in shapes.values())
+    q, theta, v = torch.zeros(1, 40, 2, 4), torch.zeros(1, 40, 1, 4), torch.zeros(1, 40, 1, 3)
+    with pytest.raises(ValueError, match=message):
+        latent_attention(q, theta, v, gate=gate, gate_value=gate_value, initial_state=(z, mean))
