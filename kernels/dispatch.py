@@ -39,6 +39,11 @@ def _obstacle(
     return None
 
 
+def needs_gradient(*tensors: torch.Tensor | None) -> bool:
+    """Whether autograd will want something of a call on these."""
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
 @torch.compiler.assume_constant_result  # runs while torch.compile traces: the warning breaks no graph
 def resolve_backend(
     operator: str, backend: str, device: torch.device, available: tuple[str, ...], limit: str | None = None

@@ -28,6 +28,11 @@ def packed_borders(position_ids: torch.Tensor | None, batch: int) -> torch.Tenso
     return F.pad(starts.flatten().nonzero().squeeze(1), (0, 1), value=positions.numel())
 
 
+def document_borders(batch: int, time: int, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:
+    """Borders of the rows laid end to end, or of the documents packed in one, on the host."""
+    return tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+
+
 def document_index(cu_seqlens: torch.Tensor, time: int) -> torch.Tensor:
     """Number of the document of each of `time` positions, (time,)."""
     positions = torch.arange(time, device=cu_seqlens.device)

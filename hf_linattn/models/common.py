@@ -2,8 +2,10 @@
 """What the from-scratch models share beside their layers."""
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import GenerationMixin, PreTrainedConfig
 from transformers.masking_utils import create_recurrent_attention_mask
+
+from ..cache import ensure_state_layers
 
 
 def padding_mask(
@@ -27,6 +29,16 @@ def padding_mask(
     if time == 1:  # which the library takes for a generated token, never padding
         return attention_mask[:, -1:]
     return create_recurrent_attention_mask(config, inputs_embeds, attention_mask)
+
+
+class StateGenerationMixin(GenerationMixin):
+    """`generate` asks a cache for its length before the first forward: every layer of these models keeps a `StateLayer`."""
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        out = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        layers = self.config.num_hidden_layers
+        ensure_state_layers(model_kwargs.get("past_key_values"), range(layers), layers)
+        return out
 
 
 def keep_positions(hidden_states: torch.Tensor, kept: int | torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@
 import torch
 import torch.nn.functional as F
 
-from ..dispatch import resolve_backend
+from ..dispatch import needs_gradient, resolve_backend
 from ..packing import check_packed
 from .chunked import gated_linear_attention_chunked
 from .reference import gated_linear_attention_parallel, gated_linear_attention_reference
@@ -120,8 +120,7 @@ def _triton(q, k, v, log_decay, *, scale, cu_seqlens, initial_state):
         log_decay = F.pad(log_decay, (0, pad_k)) if log_decay.dim() == 4 else log_decay
         initial_state = None if initial_state is None else F.pad(initial_state, (0, pad_v, 0, pad_k))
     inputs = (q, k, v, log_decay)
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (*inputs, initial_state) if x is not None)
-    if cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients:
+    if cu_seqlens is None and q.shape[1] <= MAX_STEPS and not needs_gradient(*inputs, initial_state):
         out, state = gated_linear_attention_step(*inputs, scale=scale, initial_state=initial_state)
     else:
         out, state = gated_linear_attention_fused(

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..packing import document_borders
 from ..tiles import (
     CHUNK,
     LOG2E,
@@ -761,7 +762,6 @@ def gated_linear_attention_fused(
     initial_state: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_linattn.kernels.gated_linear_attention`; log_decay is (B, T, H_kv, dk) or (B, T, H_kv)."""
-    batch, time = q.shape[:2]
-    borders = tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    borders = document_borders(*q.shape[:2], cu_seqlens)
     initial_state = None if initial_state is None else initial_state.float().contiguous()
     return _GatedLinearAttention.apply(q, k, v, log_decay, initial_state, scale, borders)

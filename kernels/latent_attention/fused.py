@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..dispatch import needs_gradient
+from ..packing import document_borders
 from ..tiles import (
     CHUNK,
     LOG2E,
@@ -609,10 +611,8 @@ def latent_attention_fused(
     initial_state: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
     """See `hf_linattn.kernels.latent_attention.latent_attention`."""
-    batch, time = q.shape[:2]
-    borders = tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    borders = document_borders(*q.shape[:2], cu_seqlens)
     inputs = (q, theta, v, gate, gate_value, *_to_base_2(initial_state))
     inputs = tuple(None if x is None else x.contiguous() for x in inputs)
-    train = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    out, z, mean = _LatentAttention.apply(*inputs, borders, use_mass, mass_length, train)
+    out, z, mean = _LatentAttention.apply(*inputs, borders, use_mass, mass_length, needs_gradient(*inputs))
     return out, (z / TO_BASE_2, mean)

@@ -3,7 +3,7 @@
 
 import torch
 
-from ..dispatch import resolve_backend
+from ..dispatch import needs_gradient, resolve_backend
 from ..packing import check_packed
 from .chunked import rg_lru_chunked
 from .reference import rg_lru_reference
@@ -72,10 +72,8 @@ def rg_lru(
         limit = f"its kernels take no float64, got x, r, i, lam in {', '.join(str(t.dtype) for t in inputs)}"
     chosen = resolve_backend("rg_lru", backend, x.device, ("triton", "torch"), limit)
     run = rg_lru_chunked
-    if chosen == "triton" and x.numel():
-        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, initial_state) if t is not None)
-        if gradients or x.shape[1] > MAX_STEPS:
-            from .fused import rg_lru_fused as run
+    if chosen == "triton" and x.numel() and (x.shape[1] > MAX_STEPS or needs_gradient(*inputs, initial_state)):
+        from .fused import rg_lru_fused as run
     out, state = run(
         *inputs,
         cu_seqlens=cu_seqlens,

@@ -19,14 +19,14 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from ..packing import document_index
+from ..packing import document_borders, document_index
+from ..tiles import LOG2E
 from .chunked import MAX_SQRT_DERIVATIVE
 
 CHANNELS = 128
 SHORTEST = 8 if triton.knobs.runtime.interpret else 64  # tokens of a segment; short tests are to have several
 STAGES = 4  # tokens whose loads are under way
 PADDING, FIRST = tl.constexpr(-2), tl.constexpr(-1)  # in place of a previous token
-LOG2E = tl.constexpr(1.4426950408889634)
 BOUND = tl.constexpr(60.0)  # of exponents in log2: the product of two such powers is a finite float32
 MAX_INVERSE = tl.constexpr(2 * MAX_SQRT_DERIVATIVE)
 
@@ -326,7 +326,7 @@ def rg_lru_fused(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_linattn.kernels.rg_lru.rg_lru`."""
     batch, time = x.shape[:2]
-    borders = tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    borders = document_borders(batch, time, cu_seqlens)
     before = begins = None
     if attention_mask is not None:
         before = _real_before(attention_mask.bool(), cu_seqlens)

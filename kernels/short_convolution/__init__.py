@@ -3,7 +3,7 @@
 
 import torch
 
-from ..dispatch import resolve_backend
+from ..dispatch import needs_gradient, resolve_backend
 from ..packing import check_packed
 from .chunked import short_convolution_chunked
 from .reference import short_convolution_reference
@@ -65,10 +65,8 @@ def short_convolution(
         limit = f"its kernels take up to {MAX_LAGS} lags and no float64, got {weight.shape[1]} lags on {x.dtype}"
     chosen = resolve_backend("short_convolution", backend, x.device, ("triton", "torch"), limit)
     run = short_convolution_chunked
-    if chosen == "triton" and x.numel():
-        gradients = torch.is_grad_enabled() and any(t.requires_grad for t in (*inputs, initial_state) if t is not None)
-        if gradients or x.shape[1] > MAX_STEPS:
-            from .fused import short_convolution_fused as run
+    if chosen == "triton" and x.numel() and (x.shape[1] > MAX_STEPS or needs_gradient(*inputs, initial_state)):
+        from .fused import short_convolution_fused as run
     out, state = run(
         *inputs,
         cu_seqlens=cu_seqlens,

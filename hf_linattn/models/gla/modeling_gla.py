@@ -15,7 +15,7 @@
 
 import torch
 from torch import nn
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
@@ -29,7 +29,7 @@ from ...cache import ensure_state_layers
 from ...kernels.packing import packed_borders
 from ...mixers.gla import GLAMixer, ShortConvolution
 from ...mixers.latte import LatteRMSNorm
-from ..common import keep_positions, padding_mask
+from ..common import StateGenerationMixin, keep_positions, padding_mask
 from .configuration_gla import GLAConfig
 
 
@@ -145,7 +145,7 @@ class GLAModel(GLAPreTrainedModel):
 
 
 @auto_docstring
-class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
+class GLAForCausalLM(GLAPreTrainedModel, StateGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: GLAConfig):
@@ -187,12 +187,6 @@ class GLAForCausalLM(GLAPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        out = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        layers = self.config.num_hidden_layers  # `generate` asks the cache for its length before the first forward
-        ensure_state_layers(model_kwargs.get("past_key_values"), range(layers), layers)
-        return out
 
 
 class GLAForSequenceClassification(GenericForSequenceClassification, GLAPreTrainedModel):

@@ -16,7 +16,7 @@
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
 from transformers.modeling_outputs import (
@@ -33,7 +33,7 @@ from transformers.utils.output_capturing import capture_outputs
 from ...cache import ensure_state_layers
 from ...kernels.packing import document_index, packed_borders
 from ...mixers.latte_attention import RGLRU, Convolution, LatteAttention, rope_frequencies, rotation
-from ..common import keep_positions, padding_mask
+from ..common import StateGenerationMixin, keep_positions, padding_mask
 from .configuration_latte import LatteConfig
 
 
@@ -182,7 +182,7 @@ class LatteModel(LattePreTrainedModel):
 
 
 @auto_docstring
-class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
+class LatteForCausalLM(LattePreTrainedModel, StateGenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: LatteConfig):
@@ -228,12 +228,6 @@ class LatteForCausalLM(LattePreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
         )
-
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
-        out = super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
-        layers = self.config.num_hidden_layers  # `generate` asks the cache for its length before the first forward
-        ensure_state_layers(model_kwargs.get("past_key_values"), range(layers), layers)
-        return out
 
 
 @auto_docstring
