@@ -4,11 +4,10 @@
 Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from comparison import BACKENDS, DTYPES, INTERPRETED, all_close, close, device, thinned
 
 from hf_linattn.kernels.gated_linear_attention import (
     gated_linear_attention,
@@ -17,26 +16,14 @@ from hf_linattn.kernels.gated_linear_attention import (
 )
 from hf_linattn.kernels.gated_linear_attention.chunked import gated_linear_attention_chunked
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["torch", pytest.param("triton", marks=[] if INTERPRETED else pytest.mark.gpu)]
-DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 GATES = ["channel", "head", "constant", "none"]
 NAMES = ("q", "k", "v", "log_decay", "initial_state")
 
 
-def thinned(cases, step):
-    """Some of the cases where the interpreter makes each slow."""
-    return cases[::step] if INTERPRETED else cases
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
-
-
-def device(backend):
-    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
 
 def inputs(batch, time, heads, kv_heads, dim_k, dim_v, *, gate="channel", states=None, seed=0):
@@ -85,19 +72,6 @@ def differentiate(function, tensors, **options):
 
 def reference(tensors, **options):
     return gated_linear_attention_reference(**tensors, **options)
-
-
-def close(a, b, tolerance):
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    assert a.shape == b.shape
-    assert (a - b).norm() <= tolerance * b.norm() + 1e-30, f"relative error {(a - b).norm() / b.norm():.1e}"
-
-
-def all_close(found, expected, tolerance):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        difference, size = (value - expected[name]).norm(), expected[name].norm()
-        assert difference <= tolerance * size + 1e-30, f"{name}: relative error {difference / size:.1e}"
 
 
 def matches_the_recurrence(tensors, backend, dtype=None, factor=1, **options):

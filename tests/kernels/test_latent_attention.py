@@ -4,18 +4,14 @@
 Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
 """
 
-import os
-
 import pytest
 import torch
 import torch.nn.functional as F
+from comparison import BACKENDS, DTYPES, INTERPRETED, device, thinned
 
 from hf_linattn.kernels.latent_attention import EMPTY, latent_attention, latent_attention_reference
 from hf_linattn.kernels.latent_attention.chunked import latent_attention_chunked
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["torch", pytest.param("triton", marks=[] if INTERPRETED else pytest.mark.gpu)]
-DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 STATES = ("z", "mean")
 LOGITS = ("q", "theta", "gate")
@@ -29,18 +25,9 @@ MODES = {
 }
 
 
-def thinned(cases, step):
-    """Some of the cases where the interpreter makes each slow."""
-    return list(cases)[::step] if INTERPRETED else list(cases)
-
-
 @pytest.fixture(params=BACKENDS)
 def backend(request):
     return request.param
-
-
-def device(backend):
-    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
 
 def inputs(batch, time, heads, kv_heads, latents, dim, *, gated=False, state=False, scale=1.0, seed=0):

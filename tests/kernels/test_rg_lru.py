@@ -4,16 +4,12 @@
 Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
 """
 
-import os
-
 import pytest
 import torch
+from comparison import BACKENDS, DTYPES, INTERPRETED, all_close, close, device, differentiate
 
 from hf_linattn.kernels.rg_lru import rg_lru, rg_lru_reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["torch", pytest.param("triton", marks=[] if INTERPRETED else pytest.mark.gpu)]
-DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 TIMES = [1, 19] if INTERPRETED else [1, 2, 16, 37, 63, 64, 65, 70, 200]
 NAMES = ("x", "r", "i", "lam", "initial_state")
@@ -30,10 +26,6 @@ def poison():
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
-
-
-def device(backend):
-    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
 
 def inputs(batch, time, dim, *, scale=1.0, seed=0, state=False):
@@ -62,31 +54,6 @@ def run(tensors, backend, dtype=None, **options):
 
 def reference(tensors, **options):
     return rg_lru_reference(**tensors, **options)
-
-
-def differentiate(function, tensors, **options):
-    """Output, final state (zero if packed) and the gradients of a random function of both, in float64."""
-    leaves = {n: t.detach().clone().requires_grad_() for n, t in tensors.items()}
-    out, state = function(leaves, **options)
-    results = [out] if "cu_seqlens" in options else [out, state]
-    g = torch.Generator().manual_seed(1)
-    weights = [torch.randn(t.shape, generator=g, dtype=torch.float64) for t in results]
-    value = sum((t.cpu().double() * w).sum() for t, w in zip(results, weights, strict=True))
-    grads = torch.autograd.grad(value, list(leaves.values()), allow_unused=True, materialize_grads=True)
-    found = dict(zip(("out", "state"), (t.detach().cpu().double() for t in results), strict=False))
-    return found | dict(zip(leaves, grads, strict=True))
-
-
-def close(a, b, tolerance, name="it"):
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    assert a.shape == b.shape
-    assert (a - b).norm() <= tolerance * b.norm() + 1e-30, f"{name}: relative error {(a - b).norm() / b.norm():.1e}"
-
-
-def all_close(found, expected, tolerance):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        close(value, expected[name], tolerance, name)
 
 
 def matches_the_definition(tensors, backend, dtype=None, **options):

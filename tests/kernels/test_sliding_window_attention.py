@@ -4,10 +4,9 @@
 Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
 """
 
-import os
-
 import pytest
 import torch
+from comparison import BACKENDS, DTYPES, INTERPRETED, all_close, close, device, thinned
 
 import hf_linattn.kernels.sliding_window_attention as operator
 from hf_linattn.kernels.sliding_window_attention import (
@@ -17,27 +16,15 @@ from hf_linattn.kernels.sliding_window_attention import (
     sliding_window_attention_reference,
 )
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["torch", pytest.param("triton", marks=[] if INTERPRETED else pytest.mark.gpu)]
-DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
 NAMES = ("q", "k", "v", "q_sink", "k_sink")
 PADDING = dict(left=[0] * 37 + [1] * 43, right=[1] * 60 + [0] * 20, inside=[1, 0, 1] + [0, 1, 1, 0, 0, 1, 1] * 11)
-
-
-def thinned(cases, step):
-    """Some of the cases where the interpreter makes each slow."""
-    return cases[::step] if INTERPRETED else cases
 
 
 @pytest.fixture(params=BACKENDS)
 def backend(request, monkeypatch):
     monkeypatch.setattr(operator, "MAX_STEPS", 0)  # short texts go through the kernels as well
     return request.param
-
-
-def device(backend):
-    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
 
 
 def inputs(batch, time, heads, kv_heads, dim, seed=0):
@@ -72,19 +59,6 @@ def differentiate(function, tensors):
     found = dict(out=out.detach(), lse=lse.detach().where(lse > -1e29, 0)) | dict(zip(leaves, grads, strict=True))
     assert all(x.isfinite().all() for x in found.values())
     return found
-
-
-def all_close(found, expected, tolerance):
-    assert found.keys() == expected.keys()
-    for name, value in found.items():
-        difference, size = (value - expected[name]).norm(), expected[name].norm()
-        assert difference <= tolerance * size + 1e-30, f"{name}: relative error {difference / size:.1e}"
-
-
-def close(a, b, tolerance):
-    a, b = a.detach().cpu().double(), b.detach().cpu().double()
-    assert a.shape == b.shape
-    assert (a - b).norm() <= tolerance * b.norm() + 1e-30, f"relative error {(a - b).norm() / b.norm():.1e}"
 
 
 def matches_the_definition(tensors, backend, dtype=None, **options):
