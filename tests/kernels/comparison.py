@@ -13,7 +13,7 @@ DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
 
 def thinned(cases, step):
     """Some of the cases where the interpreter makes each slow."""
-    return cases[::step] if INTERPRETED else cases
+    return list(cases)[::step] if INTERPRETED else list(cases)
 
 
 def device(backend):
