@@ -135,7 +135,7 @@ def _to_middle(g, size, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _store_scores(pointer, rest, x, start, left, head, total_tokens, C: tl.constexpr):
+def store_scores(pointer, rest, x, start, left, head, total_tokens, C: tl.constexpr):
     """Weights of one chunk, (queries, keys). Given `rest`, what rounding takes away from a weight goes to the other side of the
     diagonal, which is empty (from the diagonal itself, to `rest`): products of both parts are as good as with 16 bits."""
     rows = tl.arange(0, C)
@@ -198,7 +198,7 @@ def _prepare(
         tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
     else:
         acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
-    _store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
+    store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
 @triton.jit
@@ -248,7 +248,7 @@ def _prepare_strong(
                     late = rows % size >= size // 2
                     acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
                 size = size // 2
-    _store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
+    store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
 @triton.jit
@@ -294,13 +294,14 @@ def _totals(
 
 @triton.jit(do_not_specialize=["base"], do_not_specialize_on_alignment=["segments"])
 def _walk(
-    reader, writer, value, g, kept, scores, rest, out, states, base, initial, final, segments, scale, total_tokens,
+    reader, writer, value, g, kept, scores, rest, other, shares, out, states, base, initial, final, segments, scale,
+    total_tokens,
     KV_HEADS: tl.constexpr, READERS: tl.constexpr, WRITERS: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr,
     REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Carry the state through one segment: out = scores @ value + reader @ state, where out is wanted; keep the states, the one
-    that chunk number `base` meets as the first.
+    """Carry the state through one segment: out = scores @ value + reader @ state, where out is wanted, plus shares * other if
+    given (a share per row and head); keep the states, the one that chunk number `base` meets as the first.
 
     Forward, queries read (decayed here, if `g` is given), keys write and the values are v. In reverse, keys read, queries
     write, the values are the gradients of the output, the scores are transposed, and out is the gradient of v.
@@ -343,7 +344,7 @@ def _walk(
                     pair = scores + at_head * C
                     weights = load_rows(pair, first, left, 0, rows, C, 1, C)
                     v_rows = load_rows(value, first, left, kv_head * WRITERS + w, values, C, KV_HEADS * WRITERS, DIM_V)
-                    if REVERSE and rest is not None:  # see `_store_scores`
+                    if REVERSE and rest is not None:  # see `store_scores`
                         high = tl.where(rows[:, None] <= rows[None, :], tl.trans(weights), 0.0)
                         result += dot(high, v_rows, OPERAND, PRECISION)
                         own = tl.load(rest + at_head + first + rows, mask=rows < left, other=0.0)
@@ -354,6 +355,10 @@ def _walk(
                         result += dot(tl.trans(weights), v_rows, OPERAND, PRECISION)
                     else:
                         result += dot(weights, v_rows, OPERAND, PRECISION)
+                if other is not None:
+                    share = tl.load(shares + (first + rows) * (KV_HEADS * READERS) + head, mask=rows < left, other=0.0)
+                    rest_of = load_rows(other, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
+                    result += share[:, None] * rest_of.to(tl.float32)
                 store_rows(out, result, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
         state *= tl.exp2(log)[:, None]
         log = following
@@ -378,7 +383,7 @@ def _gradients(
     """Gradients of queries, keys and gates in one chunk, for one slab of key channels (papers: GLA, section 2.7).
 
     With LEVELS = 1, one anchor serves the chunk, and where it does not `strong` is set; with more, only chunks so marked are
-    done, as in `_prepare_strong`.
+    done, as in `_prepare_strong`. Without `grad_g`, gates get no gradient.
     """
     n, kv_head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     mark = strong + (n * KV_HEADS + kv_head) * tl.num_programs(2) + slab
@@ -403,7 +408,8 @@ def _gradients(
         s_tile = load_state(before, place, columns, values, DIM_K, DIM_V)
         v_rows = load_rows(v, start, left, kv_head, values, C, KV_HEADS, DIM_V)
         dk += dot(v_rows, tl.trans(d_tile), OPERAND, PRECISION)
-        crossings += dot(s_tile, tl.trans(d_tile), OPERAND, PRECISION)
+        if grad_g is not None:
+            crossings += dot(s_tile, tl.trans(d_tile), OPERAND, PRECISION)
         if GROUP == 1:  # values are read once
             do_rows = load_rows(grad_out, start, left, kv_head, values, C, KV_HEADS, DIM_V)
             pairs += dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
@@ -486,16 +492,17 @@ def _gradients(
         own += diagonal * queries
         store_rows(grad_q, dq + diagonal * keys, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
     store_rows(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
-    onwards = rows[:, None] <= rows[None, :]
-    if CHANNEL:
-        if LEVELS == 1:
-            tl.store(mark, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
-        dg = selected_sums(onwards, change, EXACT) + crossing[None, :]
-        store_rows(grad_g, dg, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
-    else:
-        dg = tl.sum(tl.where(onwards, tl.sum(change, 1)[None, :], 0.0), 1) + tl.sum(crossing, 0)
-        place = (slab.to(tl.int64) * total_tokens + start + rows) * KV_HEADS + kv_head
-        tl.store(grad_g + place, dg, mask=rows < left)
+    if CHANNEL and LEVELS == 1:
+        tl.store(mark, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
+    if grad_g is not None:
+        onwards = rows[:, None] <= rows[None, :]
+        if CHANNEL:
+            dg = selected_sums(onwards, change, EXACT) + crossing[None, :]
+            store_rows(grad_g, dg, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        else:
+            dg = tl.sum(tl.where(onwards, tl.sum(change, 1)[None, :], 0.0), 1) + tl.sum(crossing, 0)
+            place = (slab.to(tl.int64) * total_tokens + start + rows) * KV_HEADS + kv_head
+            tl.store(grad_g + place, dg, mask=rows < left)
 
 
 @triton.jit
@@ -566,7 +573,11 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
     )
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
+    """What walks take, in the type of the products' operands: weights inside chunks (heads, tokens, CHUNK) and the rest that
+    their rounding took away (or none); queries decayed from their chunk's start (or none) and keys decayed to its end;
+    log2 of the decays of whole chunks, (chunks + 1, ...), the last of which an empty last document looks at."""
+
     scores: torch.Tensor
     rest: torch.Tensor | None
     q: torch.Tensor | None
@@ -574,54 +585,43 @@ class _Prepared(NamedTuple):
     kept: torch.Tensor
 
 
-class _Problem:
-    """One call's tensors, laid end to end, and everything that its kernels share."""
+class Recurrence:
+    """A gated recurrence over one call's values, laid end to end: its tables, launches and walks, forward and in reverse.
 
-    def __init__(self, q, k, v, g, scale, borders):
-        self.q, self.k, self.v, self.g = (x.contiguous() for x in (q, k, v, g))
-        self.heads, self.dim_k = q.shape[2:]
+    `channel`: one gate per key channel, else per head.
+    """
+
+    def __init__(self, v: torch.Tensor, heads: int, dim_k: int, channel: bool, scale: float, borders: tuple[int, ...]):
+        self.v = v.contiguous()
         self.kv_heads, self.dim_v = v.shape[2:]
-        self.group = self.heads // self.kv_heads
-        self.channel = g.dim() == 4
-        self.scale, self.tokens = scale, q.shape[0] * q.shape[1]
-        self.precision = product_precision(q.dtype)
+        self.heads, self.group, self.dim_k = heads, heads // self.kv_heads, dim_k
+        self.channel, self.scale, self.tokens = channel, scale, v.shape[0] * v.shape[1]
+        self.precision = product_precision(v.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, 2 * processors(q.device) * CHUNK) * CHUNK)
-        self.plan = make_plan(borders, segment, q.device)
+        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, 2 * processors(v.device) * CHUNK) * CHUNK)
+        self.plan = make_plan(borders, segment, v.device)
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
-    def prepare(self, queries: bool, rest: bool) -> _Prepared:
-        """Weights inside chunks (H, tokens, CHUNK), with the rest that they lack or without; decayed queries and keys; and the
-        decays of whole chunks (and of one more, which an empty last document looks at)."""
-        grid = len(self.plan.chunks), self.heads
-        ready = _Prepared(
-            scores=self.q.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype),
-            rest=self.q.new_empty(self.heads, self.tokens, dtype=self.state_dtype) if rest else None,
-            q=torch.empty_like(self.q, dtype=self.state_dtype) if queries else None,
-            k=torch.empty_like(self.k, dtype=self.state_dtype),
-            kept=self.q.new_empty(grid[0] + 1, self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
+    def new_prepared(self, queries: bool, rest: bool) -> Prepared:
+        """Room for what walks take."""
+        batch, time = self.v.shape[:2]
+        chunks = len(self.plan.chunks)
+        return Prepared(
+            scores=self.v.new_empty(self.heads, self.tokens, CHUNK, dtype=self.state_dtype),
+            rest=self.v.new_empty(self.heads, self.tokens, dtype=self.state_dtype) if rest else None,
+            q=self.v.new_empty(batch, time, self.heads, self.dim_k, dtype=self.state_dtype) if queries else None,
+            k=self.v.new_empty(batch, time, self.kv_heads, self.dim_k, dtype=self.state_dtype),
+            kept=self.v.new_empty(chunks + 1, self.kv_heads, self.dim_k if self.channel else 1, dtype=torch.float32),
         )
-        strong = torch.empty(grid, dtype=torch.int32, device=self.q.device)
-        options = dict(**self.kind, GROUP=self.group, C=CHUNK, **self.precision, **self.launch.prepare)
-        _prepare[grid](
-            self.q, self.k, self.g, ready.scores, ready.rest, strong, ready.q, ready.k, ready.kept, self.plan.chunks,
-            self.scale, self.tokens, CHANNEL=self.channel, **options,
-        )  # fmt: skip
-        if self.channel:
-            _prepare_strong[grid](
-                self.q, self.k, self.g, ready.scores, ready.rest, strong, ready.k, self.plan.chunks, self.scale, self.tokens,
-                LEVELS=CHUNK.bit_length(), **options,
-            )  # fmt: skip
-        return ready
 
     def starts(self, initial, writer, value, kept, reverse: bool) -> torch.Tensor | None:
         """States at the start of the segments (in reverse, at their end)."""
         if not self.plan.joined:
             return initial
         segments, documents = self.plan.segments, self.plan.documents
-        totals = self.q.new_empty(len(segments), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
+        totals = self.v.new_empty(len(segments), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
         decays = totals.new_empty(len(segments), self.kv_heads, self.dim_k)
         starts = torch.empty_like(totals)
         config, join = self.launch.totals, self.launch.join
@@ -638,19 +638,49 @@ class _Problem:
         return starts
 
     def walk(
-        self, start, reader, writer, value, ready, *, out=None, states=None, final=None, reverse=False, part=None
-    ):
-        """Walk through all segments, or those of one part of the plan, whose states are then kept in `states`."""
+        self, start, reader, writer, value, ready, *, gates=None, other=None, shares=None, out=None, states=None,
+        final=None, reverse=False, part=None,
+    ):  # fmt: skip
+        """Walk through all segments, or those of one part of the plan, whose states are then kept in `states`. `gates` decay
+        the readers on the way; `shares` (tokens, heads) of `other` are added to the output."""
         config = self.launch.walk
         (first, base), (last, _) = part or (self.plan.cuts[0], self.plan.cuts[-1])
-        decay = not reverse and reader is self.q
         _walk[(last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
-            reader, writer, value, self.g if decay else None, ready.kept, ready.scores, ready.rest, out, states, base,
+            reader, writer, value, gates, ready.kept, ready.scores, ready.rest, other, shares, out, states, base,
             None if start is None else start[first:], final, self.plan.segments[first:],
             self.scale, self.tokens,
             READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse,
             C=CHUNK, CHANNEL=self.channel, **self.shape, **self.precision, **config,
         )  # fmt: skip
+
+    def gradients(self, q, k, g, ready, start, grad_out, grad_final, grad_q, grad_k, grad_g):
+        """Fill the gradients of queries, keys and (unless `None`) gates; return those of values and of the initial state.
+
+        `start`: the states that segments start from, `grad_q` and `grad_k` may be the memory of `ready.q` and `ready.k`.
+        """
+        end = self.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
+        grad_v, grad_initial = torch.empty_like(self.v), self.new_final()
+        later, before = self.new_states(), self.new_states()
+        for part in itertools.pairwise(self.plan.cuts):
+            self.walk(
+                end, ready.k, ready.q, grad_out, ready, out=grad_v, states=later, final=grad_initial, reverse=True, part=part
+            )  # fmt: skip
+            self.walk(start, None, ready.k, self.v, ready, states=before, part=part)
+            (_, first), (_, stop) = part
+            grid = stop - first, self.kv_heads, self.slabs
+            strong = torch.empty(grid, dtype=torch.int32, device=q.device)
+            for levels in (1, CHUNK.bit_length()) if self.channel else (1,):
+                _gradients[grid](
+                    q, k, self.v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
+                    self.plan.chunks[first:], self.scale, self.tokens, GROUP=self.group, C=CHUNK, LEVELS=levels,
+                    CHANNEL=self.channel, **self.shape, **self.precision, **self.launch.gradients,
+                )  # fmt: skip
+        return grad_v, grad_initial
+
+    @property
+    def slabs(self) -> int:
+        """Programs that share the key channels of a chunk's gradients."""
+        return triton.cdiv(self.dim_k, self.launch.gradients["BK"])
 
     @property
     def state_dtype(self) -> torch.dtype:
@@ -659,22 +689,39 @@ class _Problem:
     def new_states(self) -> torch.Tensor:
         """Where walks keep the states of one part's chunks, as operands of products."""
         size = max(end[1] - start[1] for start, end in itertools.pairwise(self.plan.cuts))
-        return self.q.new_empty(size, self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
+        return self.v.new_empty(size, self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
 
     def new_final(self) -> torch.Tensor:
-        return self.q.new_empty(len(self.plan.documents), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
+        return self.v.new_empty(len(self.plan.documents), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
+
+
+def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepared:
+    ready = problem.new_prepared(queries, rest)
+    grid = len(problem.plan.chunks), problem.heads
+    strong = torch.empty(grid, dtype=torch.int32, device=q.device)
+    options = dict(**problem.kind, GROUP=problem.group, C=CHUNK, **problem.precision, **problem.launch.prepare)
+    _prepare[grid](
+        q, k, g, ready.scores, ready.rest, strong, ready.q, ready.k, ready.kept, problem.plan.chunks,
+        problem.scale, problem.tokens, CHANNEL=problem.channel, **options,
+    )  # fmt: skip
+    if problem.channel:
+        _prepare_strong[grid](
+            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, problem.scale, problem.tokens,
+            LEVELS=CHUNK.bit_length(), **options,
+        )  # fmt: skip
+    return ready
 
 
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, g, initial, scale, borders):
-        problem = _Problem(q, k, v, g, scale, borders)
+        problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, scale, borders)
         # decayed queries are worth their memory where several programs would form them
-        ready = problem.prepare(queries=problem.dim_v > 2 * problem.launch.walk["BV"], rest=False)
-        start = problem.starts(initial, ready.k, problem.v, ready.kept, reverse=False)
+        ready = _prepared(problem, q, k, g, queries=problem.dim_v > 2 * problem.launch.walk["BV"], rest=False)
+        start = problem.starts(initial, ready.k, v, ready.kept, reverse=False)
         out, final = v.new_empty(*q.shape[:3], v.shape[3]), problem.new_final()
-        reader = problem.q if ready.q is None else ready.q
-        problem.walk(start, reader, ready.k, problem.v, ready, out=out, final=final)
+        reader, gates = (q, g) if ready.q is None else (ready.q, None)
+        problem.walk(start, reader, ready.k, v, ready, gates=gates, out=out, final=final)
         ctx.save_for_backward(q, k, v, g, initial, None if start is initial else start)
         ctx.scale, ctx.borders = scale, borders
         ctx.set_materialize_grads(False)
@@ -687,41 +734,13 @@ class _GatedLinearAttention(torch.autograd.Function):
         start = initial if start is None else start
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
-        problem = _Problem(q, k, v, g, ctx.scale, ctx.borders)
-
-        ready = problem.prepare(queries=True, rest=problem.state_dtype == torch.bfloat16)
-        end = problem.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
-        grad_v, grad_initial = torch.empty_like(problem.v), problem.new_final()
+        problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, ctx.scale, ctx.borders)
+        ready = _prepared(problem, q, k, g, queries=True, rest=problem.state_dtype == torch.bfloat16)
         # a chunk's decayed queries and keys are done with when its gradients are written
         grad_q, grad_k = (y if x.dtype == y.dtype else torch.empty_like(x) for x, y in ((q, ready.q), (k, ready.k)))
-        config = problem.launch.gradients
-        slabs = triton.cdiv(problem.dim_k, config["BK"])
         # one gate per head sums over the slabs
-        grad_g = torch.empty_like(problem.g) if problem.channel else g.new_empty(slabs, *g.shape, dtype=torch.float32)
-        later, before = problem.new_states(), problem.new_states()
-        for part in itertools.pairwise(problem.plan.cuts):
-            problem.walk(
-                end,
-                ready.k,
-                ready.q,
-                grad_out,
-                ready,
-                out=grad_v,
-                states=later,
-                final=grad_initial,
-                reverse=True,
-                part=part,
-            )
-            problem.walk(start, None, ready.k, problem.v, ready, states=before, part=part)
-            (_, first), (_, stop) = part
-            grid = stop - first, problem.kv_heads, slabs
-            strong = torch.empty(grid, dtype=torch.int32, device=q.device)
-            for levels in (1, CHUNK.bit_length()) if problem.channel else (1,):
-                _gradients[grid](
-                    problem.q, problem.k, problem.v, problem.g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
-                    problem.plan.chunks[first:], problem.scale, problem.tokens, GROUP=problem.group, C=CHUNK,
-                    LEVELS=levels, CHANNEL=problem.channel, **problem.shape, **problem.precision, **config,
-                )  # fmt: skip
+        grad_g = torch.empty_like(g) if problem.channel else g.new_empty(problem.slabs, *g.shape, dtype=torch.float32)
+        grad_v, grad_initial = problem.gradients(q, k, g, ready, start, grad_out, grad_final, grad_q, grad_k, grad_g)
         if not problem.channel:
             grad_g = grad_g.sum(0).to(g.dtype)
         return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None
@@ -764,4 +783,5 @@ def gated_linear_attention_fused(
     """See `hf_linattn.kernels.gated_linear_attention`; log_decay is (B, T, H_kv, dk) or (B, T, H_kv)."""
     borders = document_borders(*q.shape[:2], cu_seqlens)
     initial_state = None if initial_state is None else initial_state.float().contiguous()
+    q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
     return _GatedLinearAttention.apply(q, k, v, log_decay, initial_state, scale, borders)

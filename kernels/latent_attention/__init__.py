@@ -34,8 +34,7 @@ def latent_attention(
     With z_tl the log-sum-exp of theta_sl over s <= t and M_tl the mean of v_s weighted by exp(theta_sl - z_tl):
     a = softmax([gate_t, s_tl]), out_t = a_0 gate_value_t + sum_l a_l M_tl, where s_tl = q_tl (Latte), or q_tl + z_tl with
     `use_mass` (one normaliser over tokens: the latent counts as often as tokens went into it). Latents that hold nothing
-    take no part. Time and memory are linear in T. No output depends on later tokens but, in Triton, its last bit on later
-    `theta` of the same 64.
+    take no part. Time and memory are linear in T, and no bit of an output depends on later tokens.
 
     Args:
         q: latent logits of the queries, (B, T, H, L).
@@ -49,7 +48,7 @@ def latent_attention(
         attention_mask: (B, T), zero where a token must not be absorbed.
         cu_seqlens: (documents + 1,), borders of documents packed in one row; excludes `initial_state`.
         initial_state: (z (B, H_kv, L), M (B, H_kv, L, d)) from an earlier call.
-        backend: "auto", "triton" or "torch"; "auto" takes PyTorch for `use_mass` and for a few tokens without gradient.
+        backend: "auto", "triton" or "torch"; "auto" takes PyTorch until these Triton kernels have run on a GPU.
 
     Returns:
         Output (B, T, H, d) in v's dtype, and the final (z, M) in float32 (float64 for float64 inputs), `None` when packed.
@@ -85,8 +84,8 @@ def latent_attention(
     )
     gradients = needs_gradient(*tensors, gate, gate_value, *(initial_state or ()))
     few = cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients
-    if backend == "auto" and (use_mass or few):
-        backend = "torch"  # the kernels for these have run in Triton's interpreter only
+    if backend == "auto":
+        backend = "torch"  # the kernels have run in Triton's interpreter only
     limit = None
     if v.dtype == torch.float64 or not 1 < v.shape[3] <= MAX_DIM or not 1 < q.shape[3] <= MAX_LATENTS:
         limit = (

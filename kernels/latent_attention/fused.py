@@ -1,13 +1,15 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
-"""Causal latent attention in Triton: forward, backward and the decode step (papers: Latte, sections 2.5, 2.6 and 10).
+"""Causal latent attention in Triton: forward, backward and the decode step (papers: Latte, sections 2.3, 2.5, 2.6 and 10).
 
-Forward: `_walk` without outputs sums up each segment (log-sum-exp z and mean M per latent), `_join` gives the state that each
-segment starts from, `_walk` the outputs. Backward: `_read_gradients` walks forward again for what queries and gates get;
-`_write_gradients` walks in reverse for values and key logits, after a walk without outputs and a join of its own.
+Latents are the state of gated linear attention with queries a, keys exp(theta - z) and log decays z_{t-1} - z_t (section 2.3).
+So this file forms the masses z and the probabilities a, hands weights inside chunks, decayed queries and decayed keys to the
+walks of `gated_linear_attention`, and brings their gradients back to logits.
 
-Inside a chunk, pairs share an anchor c: their weight is a_t exp(c - z_t) times exp(theta_s - c). Where z rises by less than
-SPREAD in the chunk, one anchor (its last z) serves all pairs; else each level of a dyadic decomposition has the anchors between
-its early and its late rows, and no factor exceeds 1. Logarithms are to base 2.
+Masses: `_sum_chunks`, `_carry` along the chunks, `_accumulate` inside each. `_prepare` forms what walks take: the weight of a
+pair is a_t exp(c - z_t) times exp(theta_s - c) with the chunk's first z as anchor c, for rows whose z rose by SPREAD at most;
+other rows have the anchors of a dyadic decomposition, where no factor exceeds 1. What becomes of a row depends on no later one.
+Backward: `_gather` gives the gradients of query logits and gate and what each row sends to the masses of its latents,
+`_carry_back` and `_spread` sum that over later rows for the key logits. Logarithms are to base 2.
 """
 
 import math
@@ -17,31 +19,18 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from ..dispatch import needs_gradient
+from ..gated_linear_attention.fused import Prepared, Recurrence, store_scores
 from ..packing import document_borders
-from ..tiles import (
-    CHUNK,
-    LOG2E,
-    dot,
-    join_segments,
-    load_rows,
-    load_state,
-    make_plan,
-    processors,
-    product_precision,
-    selected_sums,
-    store_rows,
-    store_state,
-    tile_width,
-)
+from ..tiles import CHUNK, LOG2E, load_rows, load_state, selected_sums, store_rows, store_state, tile_width
 from .reference import EMPTY
 
 TO_BASE_2 = 1 / math.log(2)
 LEVELS = tl.constexpr(CHUNK.bit_length())
 SPREAD = tl.constexpr(43.0)  # in log2, 30 nats
-NARROW = tl.constexpr(100.0)  # leaves room above float32's 2^-126 for three bfloat16
 NOTHING = tl.constexpr(EMPTY)
 OCCUPIED = tl.constexpr(EMPTY / 2)
+COLUMNS = 128  # latents of all heads, side by side, that one program takes
+STAGES = 4  # rows whose loads are under way
 
 
 @triton.jit
@@ -55,11 +44,6 @@ def _load_logits(pointer, start, left, head, latents, C: tl.constexpr, HEADS: tl
     x = load_rows(pointer, start, left, head, latents, C, HEADS, LATENTS).to(tl.float32)
     inside = (tl.arange(0, C) < left)[:, None] & (latents < LATENTS)[None, :] & (x > OCCUPIED)
     return tl.where(inside, x * LOG2E, NOTHING)
-
-
-@triton.jit
-def _load_masses(pointer, place, latents, LATENTS: tl.constexpr):
-    return tl.load(pointer + place.to(tl.int64) * LATENTS + latents, mask=latents < LATENTS, other=NOTHING)
 
 
 @triton.jit
@@ -104,293 +88,266 @@ def _weights(
 
 
 @triton.jit
-def _split(level, C: tl.constexpr):
-    """Blocks of 2^level rows: which rows are in the late half of theirs, and the last row before that half."""
-    rows = tl.arange(0, C)
-    half = 1 << (level - 1)
-    return rows // half % 2 == 1, rows // (2 * half) * (2 * half) + half - 1
+def _load_row(pointer, row, columns, WIDTH: tl.constexpr):
+    return tl.load(pointer + tl.cast(row, tl.int64) * WIDTH + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _running_masses(theta, before, C: tl.constexpr, EXACT: tl.constexpr):
-    """z of each row: log-sum-exp of the chunk's logits up to it and of what came before."""
-    rows = tl.arange(0, C)
-    top = tl.max(theta, 0)
-    lowest = tl.min(tl.where(theta > OCCUPIED, theta, top[None, :]), 0)
-    narrow = tl.max(top - lowest, 0) <= NARROW
-    sums = selected_sums(rows[:, None] >= rows[None, :], _share(theta, top[None, :]), EXACT)
-    z = tl.where(sums > 0.0, top[None, :] + tl.log2(tl.maximum(sums, 1e-37)), NOTHING)
-    z = tl.where(narrow, z, theta)
-    for level in range(1, tl.where(narrow, 1, LEVELS)):  # where the sum would underflow
-        late, middle = _split(level, C)
-        other = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
-        z = tl.where(late[:, None], _add_logs(z, other), z)
-    return _add_logs(z, before[None, :])
+def _load_logit_row(theta, row, columns, WIDTH: tl.constexpr):
+    x = _load_row(theta, row, columns, WIDTH)
+    return tl.where((columns < WIDTH) & (x > OCCUPIED), x * LOG2E, NOTHING)
 
 
 @triton.jit
-def _levels(z):
-    """How many levels of anchors a chunk needs: one if its masses rise by little."""
-    last = tl.max(z, 0)
-    first = tl.min(tl.where(z > OCCUPIED, z, last[None, :]), 0)
-    return tl.where(tl.max(last - first, 0) <= SPREAD, 1, LEVELS)
+def _sum_chunks(theta, sums, chunks, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
+    """Log-sum-exp of each chunk's logits, latents of all heads side by side."""
+    n = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+    logits = _load_logits(theta, start, (end - start).to(tl.int32), 0, columns, C, 1, WIDTH)
+    top = tl.max(logits, 0)
+    total = tl.sum(_share(logits, top[None, :]), 0)
+    tl.store(sums + n * WIDTH + columns, top + tl.log2(tl.maximum(total, 1.0)), mask=columns < WIDTH)
 
 
 @triton.jit
-def _anchored(z, theta, level, levels, C: tl.constexpr, EXACT: tl.constexpr):
-    """Of one level: factors of queries and of keys, (C, latents) each, and the pairs (query, key) that it is for.
-
-    Level 0 of several is each row by itself, level n the pairs across the middle of blocks of 2^n rows.
-    """
-    rows = tl.arange(0, C)
-    late, anchor = _split(tl.maximum(level, 1), C)
-    across = (anchor[:, None] == anchor[None, :]) & late[:, None] & (late == 0)[None, :]
-    own = level == 0
-    anchor = tl.where(levels == 1, C - 1, tl.where(own, rows, anchor))
-    pairs = tl.where(own, rows[:, None] == rows[None, :], across)
-    pairs = tl.where(levels == 1, rows[:, None] >= rows[None, :], pairs)
-    middle = selected_sums(anchor[:, None] == rows[None, :], z, EXACT)
-    return tl.exp2(tl.minimum(middle - z, 2 * SPREAD)), _share(theta, middle), pairs
+def _chunks_of(document, documents, segments, C: tl.constexpr):
+    """First chunk of a document and how many it has."""
+    first, count = tl.load(documents + 2 * document), tl.load(documents + 2 * document + 1)
+    begin = tl.load(segments + 6 * first + 2)
+    last = segments + 6 * (first + count - 1)
+    return begin, tl.load(last + 2) - begin + tl.cdiv(tl.load(last + 1) - tl.load(last), C)
 
 
 @triton.jit
-def _walk(
-    q, theta, v, gate, gate_value, out, masses, shares, own_shares, befores,
-    start_mass, start_mean, end_mass, end_mean, segments, log_length,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
-    C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+def _carry(
+    sums, initial, befores, final, documents, segments,
+    WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One segment and query head, a tile of value channels; without `out`, what the segment alone would hold at its end.
+    """Masses before each chunk of a document, and after its last."""
+    document = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, count = _chunks_of(document, documents, segments, C)
+    z = tl.full((BLOCK,), NOTHING, tl.float32)
+    if initial is not None:
+        z = _load_row(initial, document, columns, WIDTH)
+    for n in tl.range(first, first + count, num_stages=STAGES):
+        total = _load_row(sums, n, columns, WIDTH)
+        tl.store(befores + n * WIDTH + columns, z, mask=columns < WIDTH)
+        z = _add_logs(z, total)
+    tl.store(final + document * WIDTH + columns, z, mask=columns < WIDTH)
 
-    For the backward pass, `masses` takes z, `shares` and `own_shares` the probabilities and `befores` z before each chunk.
-    """
-    n, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_head = head // GROUP
-    kv_heads: tl.constexpr = HEADS // GROUP
-    latents, values = tl.arange(0, BL), tile * BV + tl.arange(0, BV)
+
+@triton.jit
+def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """z of each row of a chunk: log-sum-exp of the logits up to it and of what came before the chunk."""
+    n = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
+    z = _load_row(befores, n, columns, WIDTH)
+    for t in tl.range(start, end, num_stages=STAGES):
+        z = _add_logs(z, _load_logit_row(theta, t, columns, WIDTH))
+        tl.store(masses + tl.cast(t, tl.int64) * WIDTH + columns, z, mask=columns < WIDTH)
+
+
+@triton.jit
+def _load_masses(
+    masses, before, start, left, head, latents, C: tl.constexpr, HEADS: tl.constexpr, LATENTS: tl.constexpr
+):
+    """z of a chunk's rows and its last; rows behind the end repeat that."""
     rows = tl.arange(0, C)
-    start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
-    chunk, after = tl.load(segments + 6 * n + 2), tl.load(segments + 6 * n + 4)
-    document = tl.load(segments + 6 * n + 5)
-    place = n * kv_heads + kv_head
-    before = tl.full((BL,), NOTHING, tl.float32)
-    mean = tl.zeros((BL, BV), tl.float32)
-    if start_mass is not None:
-        before = _load_masses(start_mass, place, latents, LATENTS)
-        mean = load_state(start_mean, place, latents, values, LATENTS, DIM)
-    for i in range(tl.cdiv((end - start).to(tl.int32), C)):
-        first = start + i * C
-        left = (end - first).to(tl.int32)
-        logits = _load_logits(theta, first, left, kv_head, latents, C, kv_heads, LATENTS)
-        v_rows = load_rows(v, first, left, kv_head, values, C, kv_heads, DIM)
-        if out is None:
-            last = tl.max(logits, 0)
-            last += tl.log2(tl.maximum(tl.sum(_share(logits, last[None, :]), 0), 1e-30))
-            last = _add_logs(before, last)
-        else:
-            z = _running_masses(logits, before, C, EXACT)
-            last = tl.max(z, 0)
-            a, own = _weights(q, gate, z, first, left, head, latents, log_length, HEADS, LATENTS, MASS, C)
-            result = dot(a * tl.exp2(before[None, :] - z), mean, OPERAND, PRECISION)
-            pairs = tl.zeros((C, C), tl.float32)
-            levels = _levels(z)
-            for level in range(levels):
-                to_query, to_key, inside = _anchored(z, logits, level, levels, C, EXACT)
-                pairs += tl.where(inside, tl.dot(a * to_query, tl.trans(to_key), input_precision=PRECISION), 0.0)
-            result += dot(pairs, v_rows, OPERAND, PRECISION)
-            if gate is not None:
-                result += own[:, None] * load_rows(gate_value, first, left, head, values, C, HEADS, DIM).to(tl.float32)
-            store_rows(out, result, first, left, head, values, C, HEADS, DIM)
-            if masses is not None and tile == 0:
-                store_rows(shares, a, first, left, head, latents, C, HEADS, LATENTS)
-                if gate is not None:
-                    tl.store(own_shares + (first + rows) * HEADS + head, own, mask=rows < left)
-                if head % GROUP == 0:
-                    store_rows(masses, z, first, left, kv_head, latents, C, kv_heads, LATENTS)
-                    into = befores + (chunk + i).to(tl.int64) * (kv_heads * LATENTS) + kv_head * LATENTS + latents
-                    tl.store(into, before, mask=latents < LATENTS)
-        mean = mean * tl.exp2(before - last)[:, None]
-        mean += dot(tl.trans(_share(logits, last[None, :])), v_rows, OPERAND, PRECISION)
-        before = last
-    if out is not None:
-        place = document * kv_heads + kv_head
-    if (out is None or after == 0) and head % GROUP == 0:
-        store_state(end_mean, mean, place, latents, values, LATENTS, DIM)
-        if tile == 0:
-            tl.store(end_mass + place * LATENTS + latents, before, mask=latents < LATENTS)
+    inside = (rows < left)[:, None] & (latents < LATENTS)[None, :]
+    z = tl.where(inside, load_rows(masses, start, left, head, latents, C, HEADS, LATENTS), NOTHING)
+    last = tl.maximum(tl.max(z, 0), before)
+    return tl.where((rows < left)[:, None], z, last[None, :]), last
 
 
 @triton.jit
-def _join(
-    masses, means, initial_mass, initial_mean, start_mass, start_mean, documents,
-    KV_HEADS: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
-):  # fmt: skip
-    """The state that each segment of a document starts from."""
-    n, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    latents, values = tl.arange(0, BL), tile * BV + tl.arange(0, BV)
-    at, count = tl.load(documents + 2 * n) * KV_HEADS + kv_head, tl.load(documents + 2 * n + 1)
-    z = tl.full((BL,), NOTHING, tl.float32)
-    mean = tl.zeros((BL, BV), tl.float32)
-    if initial_mass is not None:
-        z = _load_masses(initial_mass, n * KV_HEADS + kv_head, latents, LATENTS)
-        mean = load_state(initial_mean, n * KV_HEADS + kv_head, latents, values, LATENTS, DIM)
-    # one segment ahead, so that loads do not wait for stores
-    mass, total = _load_masses(masses, at, latents, LATENTS), load_state(means, at, latents, values, LATENTS, DIM)
-    for i in range(count):
-        following = at + tl.where(i + 1 < count, KV_HEADS, 0)
-        next_mass = _load_masses(masses, following, latents, LATENTS)
-        next_total = load_state(means, following, latents, values, LATENTS, DIM)
-        store_state(start_mean, mean, at, latents, values, LATENTS, DIM)
-        if tile == 0:
-            tl.store(start_mass + at * LATENTS + latents, z, mask=latents < LATENTS)
-        later = _add_logs(z, mass)
-        mean = mean * tl.exp2(z - later)[:, None] + total * tl.exp2(mass - later)[:, None]
-        z, mass, total = later, next_mass, next_total
-        at = following
+def _near(z, C: tl.constexpr):
+    """z of the chunk's first row, and which rows' z are no more than SPREAD above it."""
+    rows = tl.arange(0, C)
+    anchor = tl.sum(tl.where(rows[:, None] == 0, z, 0.0), 0)
+    return anchor, tl.max(z - anchor[None, :], 1) <= SPREAD
 
 
 @triton.jit
-def _read_gradients(
-    theta, v, gate_value, grad_out, masses, shares, own_shares, befores, start_mean,
-    grad_q, grad_gate, grad_value, grad_masses, segments, log_length,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
-    C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+def _near_pairs(a, z, logits, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Weight of each token of a chunk in the output of each near row: sum_l a_t exp(theta_s - z_t)."""
+    rows = tl.arange(0, C)
+    anchor, near = _near(z, C)
+    key = tl.where(logits > OCCUPIED, tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD)), 0.0)
+    pairs = tl.dot(a * tl.exp2(anchor[None, :] - z), tl.trans(key), input_precision=PRECISION)
+    return tl.where((rows[:, None] >= rows[None, :]) & near[:, None], pairs, 0.0)
+
+
+@triton.jit
+def _far_pairs(a, z, logits, C: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
+    """The same for the other rows."""
+    rows = tl.arange(0, C)
+    _, near = _near(z, C)
+    own = tl.sum(a * _share(logits, z), 1)
+    pairs = tl.where((rows[:, None] == rows[None, :]) & (near == 0)[:, None], own[:, None], 0.0)
+    for level in range(1, LEVELS):  # pairs across the middle of blocks of 2^level rows
+        half = 1 << (level - 1)
+        late, middle = rows // half % 2 == 1, rows // (2 * half) * (2 * half) + half - 1
+        across = (middle[:, None] == middle[None, :]) & (late & (near == 0))[:, None] & (late == 0)[None, :]
+        anchors = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
+        read = a * tl.exp2(tl.minimum(anchors - z, 0.0))
+        part = tl.dot(read, tl.trans(_share(logits, anchors)), input_precision=PRECISION)
+        pairs += tl.where(across, part, 0.0)
+    return pairs
+
+
+@triton.jit
+def _prepare(
+    q, theta, gate, masses, befores, scores, rest, far, reader, writer, kept, shares, own_shares, keys, gates,
+    chunks, log_length, total_tokens,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of query logits, gate and exact branch, and what each row sends to the masses of its latents: with M the means
-    and w = a (g . M), minus the gradient that reaches z through the query logits (papers: Latte, section 2.6, where r sums w).
+    """One chunk and query head: what walks take, see `Prepared`, and the share of the exact branch. For the backward pass
+    `shares` takes the probabilities a, `keys` exp(theta_t - z_t) and `gates` z_{t-1} - z_t (natural logarithm).
+
+    Where rows are not near, `far` is set, and a second launch with FAR forms these chunks' weights again.
     """
     n, head = tl.program_id(0), tl.program_id(1)
+    mark = far + n * HEADS + head
+    if FAR:
+        if tl.load(mark) == 0:
+            return
     kv_head = head // GROUP
     kv_heads: tl.constexpr = HEADS // GROUP
-    latents, values, rows = tl.arange(0, BL), tl.arange(0, BV), tl.arange(0, C)
-    start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
-    chunk = tl.load(segments + 6 * n + 2)
-    mean = tl.zeros((BV, BL), tl.float32)
-    if start_mean is not None:
-        mean = tl.trans(load_state(start_mean, n * kv_heads + kv_head, latents, values, LATENTS, DIM))
-    for i in range(tl.cdiv((end - start).to(tl.int32), C)):
-        first = start + i * C
-        left = (end - first).to(tl.int32)
-        before = _load_masses(befores, (chunk + i) * kv_heads + kv_head, latents, LATENTS)
-        logits = _load_logits(theta, first, left, kv_head, latents, C, kv_heads, LATENTS)
-        known = (rows < left)[:, None] & (latents < LATENTS)[None, :]
-        z = tl.where(known, load_rows(masses, first, left, kv_head, latents, C, kv_heads, LATENTS), NOTHING)
-        last = tl.maximum(tl.max(z, 0), before)
-        z = tl.where((rows < left)[:, None], z, last[None, :])
-        a = load_rows(shares, first, left, head, latents, C, HEADS, LATENTS)
-        v_rows = load_rows(v, first, left, kv_head, values, C, kv_heads, DIM)
-        g_rows = load_rows(grad_out, first, left, head, values, C, HEADS, DIM)
-        delta = tl.exp2(before[None, :] - z) * dot(g_rows, mean, OPERAND, PRECISION)
-        products = dot(g_rows, tl.trans(v_rows), OPERAND, PRECISION)
-        levels = _levels(z)
-        for level in range(levels):
-            to_query, to_key, inside = _anchored(z, logits, level, levels, C, EXACT)
-            delta += to_query * tl.dot(tl.where(inside, products, 0.0), to_key, input_precision=PRECISION)
-        delta = tl.where(a > 0, delta, 0.0)
-        expected = tl.sum(a * delta, 1)
+    start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+    left = (end - start).to(tl.int32)
+    rows, latents = tl.arange(0, C), tl.arange(0, BL)
+    place = (n * kv_heads + kv_head) * LATENTS + latents
+    before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
+    logits = _load_logits(theta, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    z, last = _load_masses(masses, before, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    a, own = _weights(q, gate, z, start, left, head, latents, log_length, HEADS, LATENTS, MASS, C)
+    pairs = _near_pairs(a, z, logits, C, PRECISION)
+    if FAR:
+        pairs += _far_pairs(a, z, logits, C, PRECISION, EXACT)
+    store_scores(scores, rest, pairs, start, left, head, total_tokens, C)
+    if not FAR:
+        _, near = _near(z, C)
+        tl.store(mark, tl.min(near.to(tl.int32), 0) ^ 1)
+        store_rows(reader, a * tl.exp2(before[None, :] - z), start, left, head, latents, C, HEADS, LATENTS)
+        if gate is not None:
+            tl.store(own_shares + (start + rows) * HEADS + head, own, mask=rows < left)
+        if shares is not None:
+            store_rows(shares, a, start, left, head, latents, C, HEADS, LATENTS)
+        if head % GROUP == 0:
+            store_rows(writer, _share(logits, last[None, :]), start, left, kv_head, latents, C, kv_heads, LATENTS)
+            tl.store(kept + place, before - last, mask=latents < LATENTS)
+            if keys is not None:
+                store_rows(keys, _share(logits, z), start, left, kv_head, latents, C, kv_heads, LATENTS)
+                at = (start + rows - 1)[:, None] * (kv_heads * LATENTS) + (kv_head * LATENTS + latents)[None, :]
+                inside = ((rows > 0) & (rows < left))[:, None] & (latents < LATENTS)[None, :]
+                earlier = tl.load(masses + at, mask=inside, other=NOTHING)
+                earlier = tl.where((rows == 0)[:, None], before[None, :], earlier)
+                log = tl.where(earlier > OCCUPIED, (earlier - z) / LOG2E, 0.0)  # nothing decays in an empty latent
+                store_rows(gates, log, start, left, kv_head, latents, C, kv_heads, LATENTS)
+
+
+@triton.jit
+def _gather(
+    shares, own_shares, deltas, masses, befores, gate_value, grad_out, grad_q, grad_gate, grad_value, sent, sums, chunks,
+    log_length,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
+    C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """One chunk and key/value head, with delta the gradients of the probabilities a: gradients of query logits, gate and exact
+    branch; what each row sends to the masses of its latents, a delta minus the gradient that reaches z through the query
+    logits (papers: Latte, section 2.6, where W sums it), and its sum at the chunk's start."""
+    n, kv_head = tl.program_id(0), tl.program_id(1)
+    kv_heads: tl.constexpr = HEADS // GROUP
+    start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+    left = (end - start).to(tl.int32)
+    rows, latents = tl.arange(0, C), tl.arange(0, BL)
+    place = (n * kv_heads + kv_head) * LATENTS + latents
+    before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
+    z, _ = _load_masses(masses, before, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    total = tl.zeros((C, BL), tl.float32)
+    for j in range(GROUP):
+        head = kv_head * GROUP + j
+        a = load_rows(shares, start, left, head, latents, C, HEADS, LATENTS)
+        delta = load_rows(deltas, start, left, head, latents, C, HEADS, LATENTS)
+        by_row = a * delta
+        expected = tl.sum(by_row, 1)
         if gate_value is not None:
-            at = (first + rows) * HEADS + head
+            at = (start + rows) * HEADS + head
             own = tl.load(own_shares + at, mask=rows < left, other=0.0)
-            exact = load_rows(gate_value, first, left, head, values, C, HEADS, DIM).to(tl.float32)
-            own_delta = tl.sum(exact * g_rows.to(tl.float32), 1)
+            own_delta = tl.zeros((C,), tl.float32)
+            for tile in range(0, DIM, BV):
+                values = tile + tl.arange(0, BV)
+                exact = load_rows(gate_value, start, left, head, values, C, HEADS, DIM).to(tl.float32)
+                grads = load_rows(grad_out, start, left, head, values, C, HEADS, DIM).to(tl.float32)
+                own_delta += tl.sum(exact * grads, 1)
+                store_rows(grad_value, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
             expected += own * own_delta
             tl.store(grad_gate + at, own * (own_delta - expected), mask=rows < left)
-            if grad_value is not None:
-                store_rows(grad_value, own[:, None] * g_rows.to(tl.float32), first, left, head, values, C, HEADS, DIM)
         d_logits = a * (delta - expected[:, None])
-        store_rows(grad_q, d_logits, first, left, head, latents, C, HEADS, LATENTS)
-        sent = a * delta
+        store_rows(grad_q, d_logits, start, left, head, latents, C, HEADS, LATENTS)
         if MASS:
-            sent -= d_logits
+            by_row -= d_logits
             if log_length is not None:
                 absorbed = _absorbed(z)
                 held = tl.where(absorbed > log_length, tl.sum(d_logits, 1), 0.0)
-                sent += held[:, None] * tl.exp2(z - absorbed[:, None])
-        store_rows(grad_masses, sent, first, left, head, latents, C, HEADS, LATENTS)
-        mean = mean * tl.exp2(before - last)[None, :]
-        mean += dot(tl.trans(v_rows), _share(logits, last[None, :]), OPERAND, PRECISION)
+                by_row += held[:, None] * tl.exp2(z - absorbed[:, None])
+        total += by_row
+    store_rows(sent, total, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    tl.store(sums + place, tl.sum(tl.exp2(before[None, :] - z) * total, 0), mask=latents < LATENTS)
 
 
 @triton.jit
-def _write_gradients(
-    theta, v, grad_out, masses, shares, befores, grad_masses, end_mean, end_mass, grad_v, grad_theta,
-    start_mean, start_mass, decays, segments, total_tokens,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr,
-    C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+def _carry_back(
+    sums, kept, initial, ends, final, documents, segments,
+    WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """In reverse through one segment, carrying the gradients R of the means and r of the masses: gradients of values and, a
-    part per tile of value channels, of key logits. Without `grad_v`, what the segment alone sends to its start, and log2 of
-    what it passes on (`decays`).
-    """
-    n, kv_head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    kv_heads: tl.constexpr = HEADS // GROUP
-    latents, values, rows = tl.arange(0, BL), tile * BV + tl.arange(0, BV), tl.arange(0, C)
-    start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
-    chunk, earlier = tl.load(segments + 6 * n + 2), tl.load(segments + 6 * n + 3)
-    document = tl.load(segments + 6 * n + 5)
-    place = n * kv_heads + kv_head
-    by_mean = tl.zeros((BV, BL), tl.float32)
-    by_mass = tl.zeros((BL,), tl.float32)
-    if end_mean is not None:
-        by_mean = tl.trans(load_state(end_mean, place, latents, values, LATENTS, DIM))
-        by_mass = tl.load(end_mass + place * LATENTS + latents, mask=latents < LATENTS, other=0.0)
-    passed = tl.zeros((BL,), tl.float32)
-    count = tl.cdiv((end - start).to(tl.int32), C)
-    for i in range(count):
-        at = count - 1 - i
-        first = start + at * C
-        left = (end - first).to(tl.int32)
-        before = _load_masses(befores, (chunk + at) * kv_heads + kv_head, latents, LATENTS)
-        known = (rows < left)[:, None] & (latents < LATENTS)[None, :]
-        z = tl.where(known, load_rows(masses, first, left, kv_head, latents, C, kv_heads, LATENTS), NOTHING)
-        last = tl.maximum(tl.max(z, 0), before)
-        z = tl.where((rows < left)[:, None], z, last[None, :])
-        keep = tl.exp2(before - last)
-        passed += before - last
-        if grad_v is not None:
-            logits = _load_logits(theta, first, left, kv_head, latents, C, kv_heads, LATENTS)
-            v_rows = load_rows(v, first, left, kv_head, values, C, kv_heads, DIM)
-            key = _share(logits, last[None, :])
-            d_values = dot(key, tl.trans(by_mean), OPERAND, PRECISION)
-            d_theta = key * (dot(v_rows, by_mean, OPERAND, PRECISION) - tl.where(tile == 0, by_mass, 0.0)[None, :])
-            levels = _levels(z)
-        by_mean *= keep[None, :]
-        by_mass *= keep
-        for j in range(GROUP):
-            head = kv_head * GROUP + j
-            a = load_rows(shares, first, left, head, latents, C, HEADS, LATENTS)
-            sent = load_rows(grad_masses, first, left, head, latents, C, HEADS, LATENTS)
-            g_rows = load_rows(grad_out, first, left, head, values, C, HEADS, DIM)
-            if grad_v is not None:
-                products = dot(g_rows, tl.trans(v_rows), OPERAND, PRECISION)
-                pairs = tl.zeros((C, C), tl.float32)
-                for level in range(levels):
-                    to_query, to_key, inside = _anchored(z, logits, level, levels, C, EXACT)
-                    read = a * to_query
-                    pairs += tl.where(inside, tl.dot(read, tl.trans(to_key), input_precision=PRECISION), 0.0)
-                    got = tl.dot(tl.trans(tl.where(inside, products, 0.0)), read, input_precision=PRECISION)
-                    if tile == 0:
-                        got -= selected_sums(tl.trans(inside.to(tl.float32)), sent * to_query, EXACT)
-                    d_theta += to_key * got
-                d_values += dot(tl.trans(pairs), g_rows, OPERAND, PRECISION)
-            fade = tl.exp2(before[None, :] - z)
-            by_mean += dot(tl.trans(g_rows), a * fade, OPERAND, PRECISION)
-            by_mass += tl.sum(sent * fade, 0)
-        if grad_v is not None:
-            store_rows(grad_v, d_values, first, left, kv_head, values, C, kv_heads, DIM)
-            part = grad_theta + tile.to(tl.int64) * total_tokens * (kv_heads * LATENTS)
-            store_rows(part, d_theta, first, left, kv_head, latents, C, kv_heads, LATENTS)
-    if grad_v is not None:
-        place = document * kv_heads + kv_head
-    if grad_v is None or earlier == 0:
-        store_state(start_mean, tl.trans(by_mean), place, latents, values, LATENTS, DIM)
-        if tile == 0:
-            tl.store(start_mass + place * LATENTS + latents, by_mass, mask=latents < LATENTS)
-            if grad_v is None:
-                tl.store(decays + place * LATENTS + latents, passed, mask=latents < LATENTS)
+    """In reverse along a document, what all later rows send to the masses at each chunk's end, and at the document's start."""
+    document = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first, count = _chunks_of(document, documents, segments, C)
+    later = tl.zeros((BLOCK,), tl.float32)
+    if initial is not None:
+        later = _load_row(initial, document, columns, WIDTH)
+    for i in tl.range(0, count, num_stages=STAGES):
+        n = first + count - 1 - i
+        total, decay = _load_row(sums, n, columns, WIDTH), _load_row(kept, n, columns, WIDTH)
+        tl.store(ends + n * WIDTH + columns, later, mask=columns < WIDTH)
+        later = later * tl.exp2(decay) + total
+    tl.store(final + document * WIDTH + columns, later, mask=columns < WIDTH)
+
+
+@triton.jit
+def _spread(
+    theta,
+    masses,
+    grad_k,
+    sent,
+    ends,
+    grad_theta,
+    chunks,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Gradients of a chunk's key logits, from those of the keys and what the rows send to masses."""
+    n = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
+    later = _load_row(ends, n, columns, WIDTH)
+    z_later = _load_row(masses, end - 1, columns, WIDTH)
+    for i in tl.range(0, end - start, num_stages=STAGES):
+        t = end - 1 - i
+        z = _load_row(masses, t, columns, WIDTH)
+        later = later * tl.exp2(z - z_later) + _load_row(sent, t, columns, WIDTH)
+        z_later = z
+        change = _load_row(grad_k, t, columns, WIDTH) - later
+        change *= _share(_load_logit_row(theta, t, columns, WIDTH), z)
+        into = grad_theta + tl.cast(t, tl.int64) * WIDTH + columns
+        tl.store(into, change.to(grad_theta.dtype.element_ty), mask=columns < WIDTH)
 
 
 @triton.jit
@@ -408,7 +365,7 @@ def _step(
     z = tl.full((BL,), NOTHING, tl.float32)
     mean = tl.zeros((BL, BV), tl.float32)
     if initial_mass is not None:
-        z = _load_masses(initial_mass, place, latents, LATENTS)
+        z = tl.load(initial_mass + place * LATENTS + latents, mask=latents < LATENTS, other=NOTHING)
         mean = load_state(initial_mean, place, latents, values, LATENTS, DIM)
     for t in range(time):
         token = row.to(tl.int64) * time + t
@@ -434,133 +391,120 @@ def _step(
         tl.store(final_mass + place * LATENTS + latents, z, mask=latents < LATENTS)
 
 
-class _Problem:
-    """One call's tensors, laid end to end, and everything that its kernels share."""
+class _Problem(Recurrence):
+    """One call's recurrence over latents, and what leads to it."""
 
-    def __init__(self, q, theta, v, borders, use_mass, mass_length):
-        self.heads, self.latents = q.shape[2:]
-        self.kv_heads, self.dim = v.shape[2:]
-        self.group = self.heads // self.kv_heads
-        self.tokens, self.device = q.shape[0] * q.shape[1], q.device
-        self.precision = product_precision(v.dtype)
+    def __init__(self, q, v, borders, use_mass, mass_length):
+        super().__init__(v, *q.shape[2:], channel=True, scale=1.0, borders=borders)
+        self.width = self.kv_heads * self.dim_k
+        self.latents = dict(HEADS=self.heads, GROUP=self.group, LATENTS=self.dim_k, MASS=use_mass, C=CHUNK)
         self.log_length = None if mass_length is None else math.log2(mass_length)
-        segment = triton.cdiv(self.tokens * self.heads, 4 * processors(q.device))
-        segment = min(max(triton.cdiv(segment, CHUNK) * CHUNK, 2 * CHUNK), 16 * CHUNK)
-        self.plan = make_plan(borders, segment, q.device)
-        self.shape = dict(LATENTS=self.latents, DIM=self.dim)
-        self.options = dict(C=CHUNK, **self.precision)
-        self.mass = dict(MASS=use_mass)
-        self.value_tile = min(tile_width(self.dim), 128)
-        self.tiles = triton.cdiv(self.dim, self.value_tile)
 
     def new(self, *shape: int) -> torch.Tensor:
-        return torch.empty(*shape, dtype=torch.float32, device=self.device)
+        return torch.empty(*shape, dtype=torch.float32, device=self.v.device)
 
-    def states(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.new(count, self.kv_heads, self.latents), self.new(count, self.kv_heads, self.latents, self.dim)
+    def columns(self, kernel, rows: int, *arguments, num_warps: int = 1, **options) -> None:
+        """Launch a kernel over `rows` chunks or documents and the latents of all heads, side by side."""
+        block = min(COLUMNS, triton.next_power_of_2(self.width))
+        grid = rows, triton.cdiv(self.width, block)
+        kernel[grid](*arguments, WIDTH=self.width, BLOCK=block, num_warps=num_warps, **options)
 
-    def walk(self, heads, q, theta, v, gate, value, out, saved, start, end):
-        """`saved`: (masses, shares, own shares, befores) for the backward pass, or nothing."""
-        _walk[(len(self.plan.segments), heads, self.tiles)](
-            q, theta, v, gate, value, out, *(saved or (None,) * 4), *start, *end, self.plan.segments, self.log_length,
-            HEADS=heads, GROUP=heads // self.kv_heads, BV=self.value_tile, BL=tile_width(self.latents),
-            **self.shape, **self.mass, **self.options, num_warps=4, num_stages=2,
-        )  # fmt: skip
+    def masses(self, theta, initial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """z of every token, before every chunk and at the end of every document."""
+        plan, held = self.plan, (self.kv_heads, self.dim_k)
+        sums, befores = (self.new(len(plan.chunks), *held) for _ in range(2))
+        masses, final = self.new(*theta.shape), self.new(len(plan.documents), *held)
+        self.columns(_sum_chunks, len(plan.chunks), theta, sums, plan.chunks, C=CHUNK, num_warps=4)
+        self.columns(
+            _carry,
+            len(plan.documents),
+            sums,
+            initial,
+            befores,
+            final,
+            plan.documents,
+            plan.segments,
+            C=CHUNK,
+            STAGES=STAGES,
+        )
+        self.columns(_accumulate, len(plan.chunks), theta, befores, masses, plan.chunks, STAGES=STAGES)
+        return masses, befores, final
 
-    def starts(self, theta, v, initial) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        if not self.plan.joined:
-            return initial
-        totals, starts = (self.states(len(self.plan.segments)) for _ in range(2))
-        self.walk(self.kv_heads, None, theta, v, None, None, None, None, (None, None), totals)
-        columns = min(self.value_tile, 32)
-        _join[(len(self.plan.documents), self.kv_heads, triton.cdiv(self.dim, columns))](
-            *totals, *initial, *starts, self.plan.documents, KV_HEADS=self.kv_heads, BL=tile_width(self.latents), BV=columns,
-            **self.shape, num_warps=1,
-        )  # fmt: skip
-        return starts
+    def prepare(
+        self, q, theta, gate, masses, befores, backward: bool
+    ) -> tuple[Prepared, tuple[torch.Tensor | None, ...]]:
+        """What walks take; shares of the exact branch, and for `backward` probabilities, keys and gates."""
+        ready = self.new_prepared(queries=True, rest=backward and self.state_dtype == torch.bfloat16)
+        own = None if gate is None else self.new(*gate.shape)
+        shares, keys, gates = (self.new(*x.shape) if backward else None for x in (q, theta, theta))
+        products = {name: self.precision[name] for name in ("PRECISION", "EXACT")}
+        grid = len(self.plan.chunks), self.heads
+        marks = torch.empty(grid, dtype=torch.int32, device=q.device)
+        for far in (False, True):
+            _prepare[grid](
+                q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
+                keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile_width(self.dim_k), FAR=far,
+                **self.latents, **products, num_warps=4,
+            )  # fmt: skip
+        return ready, (own, shares, keys, gates)
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, theta, v, gate, value, z0, mean0, borders, use_mass, mass_length, train):
-        problem = _Problem(q, theta, v, borders, use_mass, mass_length)
-        start = problem.starts(theta, v, (z0, mean0))
-        out = v.new_empty(*q.shape[:3], v.shape[3])
-        saved = None
-        if train:
-            saved = (
-                problem.new(problem.tokens, problem.kv_heads, problem.latents),
-                problem.new(problem.tokens, problem.heads, problem.latents),
-                None if gate is None else problem.new(problem.tokens, problem.heads),
-                problem.new(len(problem.plan.chunks), problem.kv_heads, problem.latents),
-            )
-        final = problem.states(len(problem.plan.documents))
-        problem.walk(problem.heads, q, theta, v, gate, value, out, saved, start, final)
-        if train:
-            ctx.save_for_backward(q, theta, v, gate, value, mean0, start[1], final[1], *saved)
-            ctx.arguments = borders, use_mass, mass_length
-            ctx.set_materialize_grads(False)
-        return out, *final
+    def forward(ctx, q, theta, v, gate, value, z0, mean0, borders, use_mass, mass_length):
+        problem = _Problem(q, v, borders, use_mass, mass_length)
+        masses, befores, final_mass = problem.masses(theta, z0)
+        ready, (own, *_) = problem.prepare(q, theta, gate, masses, befores, backward=False)
+        start = problem.starts(mean0, ready.k, v, ready.kept, reverse=False)
+        out, final_mean = v.new_empty(*q.shape[:3], v.shape[3]), problem.new_final()
+        problem.walk(start, ready.q, ready.k, v, ready, other=value, shares=own, out=out, final=final_mean)
+        start = None if start is mean0 else start
+        ctx.save_for_backward(q, theta, v, gate, value, mean0, masses, befores, start, final_mean)
+        ctx.arguments = borders, use_mass, mass_length
+        ctx.set_materialize_grads(False)
+        return out, final_mass, final_mean
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_final_mass, grad_final_mean):
-        q, theta, v, gate, value, mean0, start_mean, end_mean, masses, shares, own, befores = ctx.saved_tensors
-        problem = _Problem(q, theta, v, *ctx.arguments)
-        plan, heads, kv_heads = problem.plan, problem.heads, problem.kv_heads
+        q, theta, v, gate, value, mean0, masses, befores, start, final_mean = ctx.saved_tensors
+        problem = _Problem(q, v, *ctx.arguments)
+        plan, start = problem.plan, mean0 if start is None else start
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
-        # in half precision, these kernels' products of 32 columns read beyond shared memory in Triton 3.6
-        width = max(64 if problem.precision["OPERAND"] == tl.bfloat16 else 32, tile_width(problem.latents))
-        options = dict(HEADS=heads, GROUP=problem.group, BL=width, **problem.shape, **problem.options, num_stages=1)
-
-        grad_q, grad_masses = torch.empty_like(q), torch.empty_like(shares)
-        grad_gate, grad_value = (None if x is None else torch.empty_like(x) for x in (gate, value))
-        _read_gradients[(len(plan.segments), heads)](
-            theta, v, value, grad_out, masses, shares, own, befores, start_mean, grad_q, grad_gate, grad_value,
-            grad_masses, plan.segments, problem.log_length, BV=tile_width(problem.dim), num_warps=4, **problem.mass,
-            **options,
-        )  # fmt: skip
-
-        last = None, None
+        by_mass = None
         if grad_final_mean is not None or grad_final_mass is not None:
-            by_mean = torch.zeros_like(end_mean) if grad_final_mean is None else grad_final_mean
-            by_mass = (by_mean * end_mean).sum(-1)
-            # masses are in base 2 here
-            last = (
-                by_mean.contiguous(),
-                by_mass if grad_final_mass is None else by_mass - grad_final_mass * TO_BASE_2,
-            )
-        grad_v = torch.empty_like(v)
-        grad_theta = problem.new(problem.tiles, *theta.shape)
+            grad_final_mean = torch.zeros_like(final_mean) if grad_final_mean is None else grad_final_mean.contiguous()
+            by_mass = (grad_final_mean * final_mean).sum(-1)
+            if grad_final_mass is not None:  # masses are in base 2 here
+                by_mass -= grad_final_mass * TO_BASE_2
 
-        def write(ends, grads, starts, decays=None):
-            _write_gradients[(len(plan.segments), kv_heads, problem.tiles)](
-                theta, v, grad_out, masses, shares, befores, grad_masses, *ends, *grads, *starts, decays, plan.segments,
-                problem.tokens, BV=problem.value_tile, num_warps=4, **options,
-            )  # fmt: skip
+        ready, (own, shares, keys, gates) = problem.prepare(q, theta, gate, masses, befores, backward=True)
+        deltas, grad_k = torch.empty_like(shares), torch.empty_like(keys)
+        grad_v, grad_mean0 = problem.gradients(
+            shares, keys, gates, ready, start, grad_out, grad_final_mean, deltas, grad_k, None
+        )
 
-        if plan.joined:
-            total_mass, total_mean = problem.states(len(plan.segments))
-            decays = torch.empty_like(total_mass)
-            write((None, None), (None, None), (total_mean, total_mass), decays)
-            ends = torch.empty_like(total_mean), torch.empty_like(total_mass)
-            by_tensor = (total_mean, last[0], ends[0], problem.dim), (total_mass, last[1], ends[1], 1)
-            for totals, initial, into, columns in by_tensor:
-                tile = dict(BK=tile_width(problem.latents), BV=min(triton.next_power_of_2(columns), 32))
-                join_segments[(len(plan.documents), kv_heads, triton.cdiv(columns, tile["BV"]))](
-                    totals, decays, initial, into, plan.documents, KV_HEADS=kv_heads, DIM_K=problem.latents,
-                    DIM_V=columns, REVERSE=True, num_warps=1, **tile,
-                )  # fmt: skip
+        grad_q, grad_theta = torch.empty_like(q), torch.empty_like(theta)
+        grad_gate, grad_value = (None if x is None else torch.empty_like(x) for x in (gate, value))
+        sent, sums, ends = (torch.empty_like(x) for x in (masses, befores, befores))
+        first = problem.new(len(plan.documents), problem.kv_heads, problem.dim_k)
+        _gather[(len(plan.chunks), problem.kv_heads)](
+            shares, own, deltas, masses, befores, value, grad_out, grad_q, grad_gate, grad_value, sent, sums, plan.chunks,
+            problem.log_length, **problem.latents, DIM=problem.dim_v, BL=triton.next_power_of_2(problem.dim_k),
+            BV=min(triton.next_power_of_2(problem.dim_v), 64), num_warps=4,
+        )  # fmt: skip
+        problem.columns(
+            _carry_back, len(plan.documents), sums, ready.kept, by_mass, ends, first, plan.documents, plan.segments,
+            C=CHUNK, STAGES=STAGES,
+        )  # fmt: skip
+        problem.columns(
+            _spread, len(plan.chunks), theta, masses, grad_k, sent, ends, grad_theta, plan.chunks, STAGES=STAGES
+        )
+        if mean0 is None:
+            grad_z0 = grad_mean0 = None
         else:
-            ends = last
-        first_mass, first_mean = problem.states(len(plan.documents))
-        write(ends, (grad_v, grad_theta), (first_mean, first_mass))
-        grad_theta = grad_theta.sum(0) if problem.tiles > 1 else grad_theta[0]
-
-        grad_z0 = grad_mean0 = None
-        if mean0 is not None:
-            grad_mean0, grad_z0 = first_mean, ((first_mean * mean0).sum(-1) - first_mass) / TO_BASE_2
-        return grad_q, grad_theta.to(theta.dtype), grad_v, grad_gate, grad_value, grad_z0, grad_mean0, *(None,) * 4
+            grad_z0 = ((grad_mean0 * mean0).sum(-1) - first) / TO_BASE_2
+        return grad_q, grad_theta, grad_v, grad_gate, grad_value, grad_z0, grad_mean0, *(None,) * 3
 
 
 def _to_base_2(state):
@@ -614,5 +558,5 @@ def latent_attention_fused(
     borders = document_borders(*q.shape[:2], cu_seqlens)
     inputs = (q, theta, v, gate, gate_value, *_to_base_2(initial_state))
     inputs = tuple(None if x is None else x.contiguous() for x in inputs)
-    out, z, mean = _LatentAttention.apply(*inputs, borders, use_mass, mass_length, needs_gradient(*inputs))
+    out, z, mean = _LatentAttention.apply(*inputs, borders, use_mass, mass_length)
     return out, (z / TO_BASE_2, mean)
