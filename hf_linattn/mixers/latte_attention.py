@@ -9,6 +9,7 @@ from transformers import initialization as init
 
 from ..kernels.latent_attention import EMPTY, latent_attention
 from ..kernels.latent_attention.bidirectional import bidirectional_latent_attention
+from ..kernels.macchiato_attention import macchiato_attention
 from ..kernels.rg_lru import rg_lru
 from ..kernels.short_convolution import short_convolution
 from ..kernels.sliding_window_attention import WindowState, sliding_window_attention
@@ -212,27 +213,35 @@ class LatteAttention(nn.Module):
         Returns:
             (B, T, H, d) and the new states.
         """
-        exact, carried = None, {}
-        if window is not None:
-            before = WindowState(**{name: states[name] for name in WINDOW_FIELDS}) if states else None
-            exact, _, after = sliding_window_attention(
-                *window, v, window=self.window, causal=self.is_causal, initial_state=before, **options
+        held = passed = None
+        if states and window is not None:
+            passed = WindowState(**{name: states[name] for name in WINDOW_FIELDS})
+        if states and latents is not None:
+            held = states["mass"], states["mean"]
+        after = kept = None
+        if latents is not None:
+            q, theta, gate = latents
+            if self.training and self.dropout:
+                q, gate, kept = self._drop(q, gate)
+        if window is not None and latents is not None and self.is_causal:
+            before = (held, passed) if states else None
+            out, both = macchiato_attention(
+                q, theta, gate, *window, v, window=self.window, initial_state=before, **options
             )
-            if after is not None:
-                carried |= named(after)
-        if latents is None:
-            return exact, carried
-        q, theta, gate = latents
-        kept = None
-        if self.training and self.dropout:
-            q, gate, kept = self._drop(q, gate)
-        if self.is_causal:
-            before = (states["mass"], states["mean"]) if states else None
-            out, after = latent_attention(q, theta, v, gate=gate, gate_value=exact, initial_state=before, **options)
-            if after is not None:
-                carried["mass"], carried["mean"] = after
+            held, after = both or (None, None)
         else:
-            out = bidirectional_latent_attention(q, theta, v, gate=gate, gate_value=exact, **options)
+            out = None
+            if window is not None:
+                out, _, after = sliding_window_attention(
+                    *window, v, window=self.window, causal=self.is_causal, initial_state=passed, **options
+                )
+            if latents is not None and self.is_causal:
+                out, held = latent_attention(q, theta, v, initial_state=held, **options)
+            elif latents is not None:
+                out = bidirectional_latent_attention(q, theta, v, gate=gate, gate_value=out, **options)
+        carried = {} if after is None else named(after)
+        if latents is not None and held is not None:
+            carried["mass"], carried["mean"] = held
         return out if kept is None else out * kept.to(out.dtype), carried
 
     def _drop(

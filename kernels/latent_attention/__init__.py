@@ -15,6 +15,25 @@ MAX_STEPS = 16  # so many tokens, where no gradient is wanted, go through the re
 __all__ = ["EMPTY", "latent_attention", "latent_attention_reference"]
 
 
+def check_shapes(q: torch.Tensor, theta: torch.Tensor, v: torch.Tensor) -> None:
+    """Refuse latent logits and values that do not belong together."""
+    if q.shape[:2] != v.shape[:2] or theta.shape != (*v.shape[:3], q.shape[3]) or q.shape[2] % v.shape[2]:
+        raise ValueError(
+            f"expected q (B, T, H, L), theta (B, T, H_kv, L), v (B, T, H_kv, d) with H a multiple of H_kv, got "
+            f"q {tuple(q.shape)}, theta {tuple(theta.shape)}, v {tuple(v.shape)}"
+        )
+
+
+def triton_limit(q: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot take these, if they cannot."""
+    if v.dtype != torch.float64 and 1 < v.shape[3] <= MAX_DIM and 1 < q.shape[3] <= MAX_LATENTS:
+        return None
+    return (
+        f"its kernels take 2 to {MAX_DIM} value channels, 2 to {MAX_LATENTS} latents and no float64, "
+        f"got {v.shape[3]} and {q.shape[3]} in {v.dtype}"
+    )
+
+
 def latent_attention(
     q: torch.Tensor,
     theta: torch.Tensor,
@@ -56,11 +75,7 @@ def latent_attention(
     Raises:
         ValueError: for shapes that do not fit, half a gate, or packed rows with an initial state.
     """
-    if q.shape[:2] != v.shape[:2] or theta.shape != (*v.shape[:3], q.shape[3]) or q.shape[2] % v.shape[2]:
-        raise ValueError(
-            f"expected q (B, T, H, L), theta (B, T, H_kv, L), v (B, T, H_kv, d) with H a multiple of H_kv, got "
-            f"q {tuple(q.shape)}, theta {tuple(theta.shape)}, v {tuple(v.shape)}"
-        )
+    check_shapes(q, theta, v)
     if (gate is None) != (gate_value is None):
         raise ValueError("gate and gate_value belong together: pass both or neither")
     if gate is not None and (gate.shape != q.shape[:3] or gate_value.shape != (*q.shape[:3], v.shape[3])):
@@ -86,13 +101,7 @@ def latent_attention(
     few = cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients
     if backend == "auto":
         backend = "torch"  # the kernels have run in Triton's interpreter only
-    limit = None
-    if v.dtype == torch.float64 or not 1 < v.shape[3] <= MAX_DIM or not 1 < q.shape[3] <= MAX_LATENTS:
-        limit = (
-            f"its kernels take 2 to {MAX_DIM} value channels, 2 to {MAX_LATENTS} latents and no float64, "
-            f"got {v.shape[3]} and {q.shape[3]} in {v.dtype}"
-        )
-    if resolve_backend("latent_attention", backend, q.device, ("triton", "torch"), limit) == "torch":
+    if resolve_backend("latent_attention", backend, q.device, ("triton", "torch"), triton_limit(q, v)) == "torch":
         out, state = latent_attention_chunked(
             *tensors, **options, attention_mask=attention_mask, cu_seqlens=cu_seqlens
         )

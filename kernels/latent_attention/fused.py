@@ -252,14 +252,17 @@ def _prepare(
 
 @triton.jit
 def _gather(
-    shares, own_shares, deltas, masses, befores, gate_value, grad_out, grad_q, grad_gate, grad_value, sent, sums, chunks,
-    log_length,
+    shares, own_shares, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
+    chunks, log_length,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
     C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """One chunk and key/value head, with delta the gradients of the probabilities a: gradients of query logits, gate and exact
     branch; what each row sends to the masses of its latents, a delta minus the gradient that reaches z through the query
-    logits (papers: Latte, section 2.6, where W sums it), and its sum at the chunk's start."""
+    logits (papers: Latte, section 2.6, where W sums it), and its sum at the chunk's start.
+
+    `exact_delta` is the exact branch times grad_out where that is known and the branch itself was not kept.
+    """
     n, kv_head = tl.program_id(0), tl.program_id(1)
     kv_heads: tl.constexpr = HEADS // GROUP
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
@@ -275,18 +278,21 @@ def _gather(
         delta = load_rows(deltas, start, left, head, latents, C, HEADS, LATENTS)
         by_row = a * delta
         expected = tl.sum(by_row, 1)
-        if gate_value is not None:
+        if own_shares is not None:
             at = (start + rows) * HEADS + head
             own = tl.load(own_shares + at, mask=rows < left, other=0.0)
-            own_delta = tl.zeros((C,), tl.float32)
-            for tile in range(0, DIM, BV):
-                values = tile + tl.arange(0, BV)
-                exact = load_rows(gate_value, start, left, head, values, C, HEADS, DIM).to(tl.float32)
-                grads = load_rows(grad_out, start, left, head, values, C, HEADS, DIM).to(tl.float32)
-                own_delta += tl.sum(exact * grads, 1)
-                store_rows(grad_value, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
-            expected += own * own_delta
-            tl.store(grad_gate + at, own * (own_delta - expected), mask=rows < left)
+            if exact is None:
+                product = tl.load(exact_delta + at, mask=rows < left, other=0.0)
+            else:
+                product = tl.zeros((C,), tl.float32)
+                for tile in range(0, DIM, BV):
+                    values = tile + tl.arange(0, BV)
+                    grads = load_rows(grad_out, start, left, head, values, C, HEADS, DIM).to(tl.float32)
+                    result = load_rows(exact, start, left, head, values, C, HEADS, DIM).to(tl.float32)
+                    product += tl.sum(result * grads, 1)
+                    store_rows(grad_exact, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
+            expected += own * product
+            tl.store(grad_gate + at, own * (product - expected), mask=rows < left)
         d_logits = a * (delta - expected[:, None])
         store_rows(grad_q, d_logits, start, left, head, latents, C, HEADS, LATENTS)
         if MASS:
@@ -391,13 +397,13 @@ def _step(
         tl.store(final_mass + place * LATENTS + latents, z, mask=latents < LATENTS)
 
 
-class _Problem(Recurrence):
-    """One call's recurrence over latents, and what leads to it."""
+class Latents(Recurrence):
+    """One call's recurrence over latents, and what leads to it and back."""
 
-    def __init__(self, q, v, borders, use_mass, mass_length):
+    def __init__(self, q, v, borders, use_mass=False, mass_length=None):
         super().__init__(v, *q.shape[2:], channel=True, scale=1.0, borders=borders)
         self.width = self.kv_heads * self.dim_k
-        self.latents = dict(HEADS=self.heads, GROUP=self.group, LATENTS=self.dim_k, MASS=use_mass, C=CHUNK)
+        self.options = dict(HEADS=self.heads, GROUP=self.group, LATENTS=self.dim_k, MASS=use_mass, C=CHUNK)
         self.log_length = None if mass_length is None else math.log2(mass_length)
 
     def new(self, *shape: int) -> torch.Tensor:
@@ -444,20 +450,59 @@ class _Problem(Recurrence):
             _prepare[grid](
                 q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
                 keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile_width(self.dim_k), FAR=far,
-                **self.latents, **products, num_warps=4,
+                **self.options, **products, num_warps=4,
             )  # fmt: skip
         return ready, (own, shares, keys, gates)
+
+    def backward(
+        self, q, theta, gate, masses, befores, start, grad_out, by_mean, by_mass, exact=None, exact_delta=None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of q, theta, v, gate, the exact branch (not given `exact_delta`, see `_gather`), the initial means and,
+        these fixed, minus that of the initial masses.
+
+        `by_mean` and `by_mass` are the same of the final state, `start` the means that segments start from.
+        """
+        plan = self.plan
+        ready, (own, shares, keys, gates) = self.prepare(q, theta, gate, masses, befores, backward=True)
+        deltas, grad_k = torch.empty_like(shares), torch.empty_like(keys)
+        grad_v, grad_mean = self.gradients(shares, keys, gates, ready, start, grad_out, by_mean, deltas, grad_k, None)
+        grad_q, grad_theta = torch.empty_like(q), torch.empty_like(theta)
+        grad_gate, grad_exact = (None if x is None else torch.empty_like(x) for x in (gate, exact))
+        sent, sums, ends = (torch.empty_like(x) for x in (masses, befores, befores))
+        grad_mass = self.new(len(plan.documents), self.kv_heads, self.dim_k)
+        _gather[(len(plan.chunks), self.kv_heads)](
+            shares, own, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
+            plan.chunks, self.log_length, DIM=self.dim_v, BL=triton.next_power_of_2(self.dim_k),
+            BV=min(triton.next_power_of_2(self.dim_v), 64), **self.options, num_warps=4,
+        )  # fmt: skip
+        self.columns(
+            _carry_back, len(plan.documents), sums, ready.kept, by_mass, ends, grad_mass, plan.documents, plan.segments,
+            C=CHUNK, STAGES=STAGES,
+        )  # fmt: skip
+        self.columns(
+            _spread, len(plan.chunks), theta, masses, grad_k, sent, ends, grad_theta, plan.chunks, STAGES=STAGES
+        )
+        return grad_q, grad_theta, grad_v, grad_gate, grad_exact, grad_mean, grad_mass
+
+
+def by_final_state(grad_mass, grad_mean, mean) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """What `Latents.backward` takes of the final state, whose gradients may be `None`; masses are in base 2 here."""
+    if grad_mean is None and grad_mass is None:
+        return None, None
+    by_mean = torch.zeros_like(mean) if grad_mean is None else grad_mean.contiguous()
+    by_mass = (by_mean * mean).sum(-1)
+    return by_mean, by_mass if grad_mass is None else by_mass - grad_mass * TO_BASE_2
 
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, theta, v, gate, value, z0, mean0, borders, use_mass, mass_length):
-        problem = _Problem(q, v, borders, use_mass, mass_length)
-        masses, befores, final_mass = problem.masses(theta, z0)
-        ready, (own, *_) = problem.prepare(q, theta, gate, masses, befores, backward=False)
-        start = problem.starts(mean0, ready.k, v, ready.kept, reverse=False)
-        out, final_mean = v.new_empty(*q.shape[:3], v.shape[3]), problem.new_final()
-        problem.walk(start, ready.q, ready.k, v, ready, other=value, shares=own, out=out, final=final_mean)
+        latents = Latents(q, v, borders, use_mass, mass_length)
+        masses, befores, final_mass = latents.masses(theta, z0)
+        ready, (own, *_) = latents.prepare(q, theta, gate, masses, befores, backward=False)
+        start = latents.starts(mean0, ready.k, v, ready.kept, reverse=False)
+        out, final_mean = v.new_empty(*q.shape[:3], v.shape[3]), latents.new_final()
+        latents.walk(start, ready.q, ready.k, v, ready, other=value, shares=own, out=out, final=final_mean)
         start = None if start is mean0 else start
         ctx.save_for_backward(q, theta, v, gate, value, mean0, masses, befores, start, final_mean)
         ctx.arguments = borders, use_mass, mass_length
@@ -466,45 +511,18 @@ class _LatentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out, grad_final_mass, grad_final_mean):
-        q, theta, v, gate, value, mean0, masses, befores, start, final_mean = ctx.saved_tensors
-        problem = _Problem(q, v, *ctx.arguments)
-        plan, start = problem.plan, mean0 if start is None else start
+    def backward(ctx, grad_out, grad_mass, grad_mean):
+        q, theta, v, gate, value, mean0, masses, befores, start, mean = ctx.saved_tensors
+        latents = Latents(q, v, *ctx.arguments)
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
-        by_mass = None
-        if grad_final_mean is not None or grad_final_mass is not None:
-            grad_final_mean = torch.zeros_like(final_mean) if grad_final_mean is None else grad_final_mean.contiguous()
-            by_mass = (grad_final_mean * final_mean).sum(-1)
-            if grad_final_mass is not None:  # masses are in base 2 here
-                by_mass -= grad_final_mass * TO_BASE_2
-
-        ready, (own, shares, keys, gates) = problem.prepare(q, theta, gate, masses, befores, backward=True)
-        deltas, grad_k = torch.empty_like(shares), torch.empty_like(keys)
-        grad_v, grad_mean0 = problem.gradients(
-            shares, keys, gates, ready, start, grad_out, grad_final_mean, deltas, grad_k, None
-        )
-
-        grad_q, grad_theta = torch.empty_like(q), torch.empty_like(theta)
-        grad_gate, grad_value = (None if x is None else torch.empty_like(x) for x in (gate, value))
-        sent, sums, ends = (torch.empty_like(x) for x in (masses, befores, befores))
-        first = problem.new(len(plan.documents), problem.kv_heads, problem.dim_k)
-        _gather[(len(plan.chunks), problem.kv_heads)](
-            shares, own, deltas, masses, befores, value, grad_out, grad_q, grad_gate, grad_value, sent, sums, plan.chunks,
-            problem.log_length, **problem.latents, DIM=problem.dim_v, BL=triton.next_power_of_2(problem.dim_k),
-            BV=min(triton.next_power_of_2(problem.dim_v), 64), num_warps=4,
-        )  # fmt: skip
-        problem.columns(
-            _carry_back, len(plan.documents), sums, ready.kept, by_mass, ends, first, plan.documents, plan.segments,
-            C=CHUNK, STAGES=STAGES,
-        )  # fmt: skip
-        problem.columns(
-            _spread, len(plan.chunks), theta, masses, grad_k, sent, ends, grad_theta, plan.chunks, STAGES=STAGES
+        start = mean0 if start is None else start
+        by_mean, by_mass = by_final_state(grad_mass, grad_mean, mean)
+        *grads, grad_mean0, grad_mass0 = latents.backward(
+            q, theta, gate, masses, befores, start, grad_out, by_mean, by_mass, exact=value
         )
         if mean0 is None:
-            grad_z0 = grad_mean0 = None
-        else:
-            grad_z0 = ((grad_mean0 * mean0).sum(-1) - first) / TO_BASE_2
-        return grad_q, grad_theta, grad_v, grad_gate, grad_value, grad_z0, grad_mean0, *(None,) * 3
+            return *grads, *(None,) * 5
+        return *grads, ((grad_mean0 * mean0).sum(-1) - grad_mass0) / TO_BASE_2, grad_mean0, *(None,) * 3
 
 
 def _to_base_2(state):

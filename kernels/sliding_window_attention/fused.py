@@ -19,7 +19,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ..packing import document_index
-from ..tiles import INTERPRETED, LOG2E, dot, load_rows, store_rows, tile_width
+from ..tiles import CHUNK, INTERPRETED, LOG2E, dot, load_rows, load_state, store_rows, tile_width
 from .reference import MASKED
 from .state import WindowState
 
@@ -86,27 +86,49 @@ def _attend(
     return larger, total * fade + tl.sum(weights, 1), acc
 
 
+@triton.jit
+def _load_column(pointer, start, left, head, C: tl.constexpr, HEADS: tl.constexpr):
+    """C numbers of one head of a (tokens, HEADS) tensor."""
+    rows = tl.arange(0, C)
+    return tl.load(pointer + (start + rows) * HEADS + head, mask=rows < left, other=0.0)
+
+
 @triton.jit(do_not_specialize=VARYING)
 def _forward(
     q, k, v, q_sink, sink_k, sink_v, visible, valid, document, borders, out, lse,
+    chunks, reader, weights, states, shares, total_tokens,
     scale, softcap, time, past, before, after,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    LATENTS: tl.constexpr, L: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and log-sum-exp of M queries of one head."""
+    """Outputs and log-sum-exp of M queries of one head.
+
+    Given `chunks`, their start and end, a block of queries lies inside one chunk, and what its latents give is added in the
+    same pass: out = share * window + weights @ v + reader @ state, see `Joined`; the log-sum-exp becomes that of the scores
+    less log share, which makes exp(score - it) the weight of a key in the output.
+    """
     block, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
-    blocks, length = tl.cdiv(time, M), time + past
-    row, first = block // blocks, block % blocks * M
+    length = time + past
+    if chunks is None:
+        blocks = tl.cdiv(time, M)
+        row, first, stop = block // blocks, block % blocks * M, time
+    else:
+        n = block // (C // M)
+        chunk, stop = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
+        row = chunk // time
+        first, stop = chunk - row * time + block % (C // M) * M, stop - row * time
+    left = stop - first
     queries_at, keys_at = row.to(tl.int64) * time + first, row.to(tl.int64) * length
     columns = tl.arange(0, D)
-    at = past + tl.minimum(first + tl.arange(0, M), time - 1)
+    at = past + tl.minimum(first + tl.arange(0, M), stop - 1)
     low, high = _sight(at, length, before, after, document, borders)
-    queries = load_rows(q, queries_at, time - first, head, columns, M, HEADS, DIM)
+    queries = load_rows(q, queries_at, left, head, columns, M, HEADS, DIM)
     most = tl.full((M,), NOTHING, tl.float32)
     total = tl.zeros((M,), tl.float32)
     acc = tl.zeros((M, D), tl.float32)
     if SINKS > 0:
-        far = queries if q_sink is None else load_rows(q_sink, queries_at, time - first, head, columns, M, HEADS, DIM)
+        far = queries if q_sink is None else load_rows(q_sink, queries_at, left, head, columns, M, HEADS, DIM)
         begin, end = _sink_rows(row, first, M, time, document)
         stop = (end + 1) * SINKS
         for s in tl.range(begin * SINKS, stop, SINK_TILE, num_stages=1):
@@ -133,17 +155,26 @@ def _forward(
         )
     some = total > 0
     total = tl.where(some, total, 1.0)
-    store_rows(out, acc / total[:, None], queries_at, time - first, head, columns, M, HEADS, DIM)
-    rows = tl.arange(0, M)
+    acc /= total[:, None]
     log = tl.where(some, (most + tl.log2(total)) / LOG2E, NOTHING)
-    tl.store(lse + (queries_at + rows) * HEADS + head, log, mask=rows < time - first)
-
-
-@triton.jit
-def _load_column(pointer, start, left, head, C: tl.constexpr, HEADS: tl.constexpr):
-    """C numbers of one head of a (tokens, HEADS) tensor."""
-    rows = tl.arange(0, C)
-    return tl.load(pointer + (start + rows) * HEADS + head, mask=rows < left, other=0.0)
+    if chunks is not None:
+        share = _load_column(shares, queries_at, left, head, M, HEADS)
+        log -= tl.log2(share) / LOG2E
+        acc *= share[:, None]
+        latents = tl.arange(0, L)
+        pairs = load_rows(
+            weights + head.to(tl.int64) * total_tokens * C, queries_at, left, 0, tl.arange(0, C), M, 1, C
+        )
+        values = load_rows(
+            v, chunk.to(tl.int64), stop - (chunk - row * time), head // GROUP, columns, C, HEADS // GROUP, DIM
+        )
+        acc += dot(pairs, values, OPERAND, PRECISION)
+        state = load_state(states, n * (HEADS // GROUP) + head // GROUP, latents, columns, LATENTS, DIM)
+        read = load_rows(reader, queries_at, left, head, latents, M, HEADS, LATENTS)
+        acc += dot(read, state, OPERAND, PRECISION)
+    store_rows(out, acc, queries_at, left, head, columns, M, HEADS, DIM)
+    rows = tl.arange(0, M)
+    tl.store(lse + (queries_at + rows) * HEADS + head, log, mask=rows < left)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -154,7 +185,10 @@ def _grad_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SLAB: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of M queries of one head, what they add to that of the sinks, and sum(out * grad_out) - grad_lse."""
+    """Gradient of M queries of one head, what they add to that of the sinks, and `delta`, sum(out * grad_out) - grad_lse.
+
+    Without `out`, where latents were added to the window's output, that output is formed again.
+    """
     block, head = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     blocks, length = tl.cdiv(time, M), time + past
     row, first = block // blocks, block % blocks * M
@@ -164,11 +198,25 @@ def _grad_queries(
     low, high = _sight(at, length, before, after, document, borders)
     queries = load_rows(q, queries_at, time - first, head, columns, M, HEADS, DIM)
     grads = load_rows(grad_out, queries_at, time - first, head, columns, M, HEADS, DIM)
-    results = load_rows(out, queries_at, time - first, head, columns, M, HEADS, DIM)
     log = _load_column(lse, queries_at, time - first, head, M, HEADS) * LOG2E
-    mean = tl.sum(results.to(tl.float32) * grads.to(tl.float32), 1)
-    if grad_lse is not None:
-        mean -= _load_column(grad_lse, queries_at, time - first, head, M, HEADS)
+    if out is None:
+        mean = tl.zeros((M,), tl.float32)
+        total = tl.zeros((M,), tl.float32)
+        for s in range(tl.min(low, 0) // N * N, tl.max(high, 0) + 1, N):
+            keys = load_rows(k, keys_at + s, length - s, head // GROUP, columns, N, HEADS // GROUP, DIM)
+            values = load_rows(v, keys_at + s, length - s, head // GROUP, columns, N, HEADS // GROUP, DIM)
+            of_key = s + tl.arange(0, N)
+            allowed = (of_key[None, :] >= low[:, None]) & (of_key[None, :] <= high[:, None])
+            scores, _ = _scores(queries, keys, scale, softcap, OPERAND, PRECISION)
+            weights = tl.exp2(tl.where(allowed, scores - log[:, None], float("-inf")))
+            mean += tl.sum(weights * dot(grads, tl.trans(values), OPERAND, PRECISION), 1)
+            total += tl.sum(weights, 1)
+        mean /= tl.maximum(total, 1e-30)
+    else:
+        results = load_rows(out, queries_at, time - first, head, columns, M, HEADS, DIM)
+        mean = tl.sum(results.to(tl.float32) * grads.to(tl.float32), 1)
+        if grad_lse is not None:
+            mean -= _load_column(grad_lse, queries_at, time - first, head, M, HEADS)
     tl.store(delta + (queries_at + rows) * HEADS + head, mean, mask=rows < time - first)
     acc = tl.zeros((M, D), tl.float32)
     if SINKS > 0:
@@ -221,12 +269,13 @@ def _grad_queries(
 
 @triton.jit(do_not_specialize=VARYING)
 def _grad_keys(
-    q, k, v, valid, document, borders, lse, delta, grad_out, grad_k, grad_v,
+    q, k, v, valid, document, borders, lse, delta, grad_out, added, grad_k, grad_v,
     scale, softcap, time, past, before, after,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, SLAB: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of N keys and values of one key/value head, sinks aside; SLAB of the columns."""
+    """Gradients of N keys and values of one key/value head, sinks aside; SLAB of the columns. `added`, if given, is a part of
+    the values' gradient."""
     kv_heads: tl.constexpr = HEADS // GROUP
     block, kv_head = tl.program_id(0) // kv_heads, tl.program_id(0) % kv_heads
     length = time + past
@@ -260,6 +309,8 @@ def _grad_keys(
             grads = load_rows(grad_out, queries_at + t, time - t, head, part, M, HEADS, DIM)
         acc_v += dot(weights, grads, OPERAND, PRECISION)
         acc_k += dot(change, queries, OPERAND, PRECISION)
+    if added is not None:
+        acc_v += load_rows(added, keys_at, length - first, kv_head, part, N, kv_heads, DIM).to(tl.float32)
     store_rows(grad_k, acc_k, keys_at, length - first, kv_head, part, N, kv_heads, DIM)
     store_rows(grad_v, acc_v, keys_at, length - first, kv_head, part, N, kv_heads, DIM)
 
@@ -318,7 +369,18 @@ def _launch(dim: int, itemsize: int) -> _Launch:
     )
 
 
-class _Problem(NamedTuple):
+class Joined(NamedTuple):
+    """What latents give to the same outputs: by chunks of tokens, queries that read the state which the chunk starts with,
+    weights of the chunk's own tokens, (heads, tokens, CHUNK), and the share of the window per token and head."""
+
+    chunks: torch.Tensor
+    reader: torch.Tensor
+    weights: torch.Tensor
+    states: torch.Tensor
+    shares: torch.Tensor
+
+
+class Band(NamedTuple):
     """What the kernels share beside the differentiable tensors."""
 
     visible: torch.Tensor | None  # (sequences * sinks, 2) first and last position that sees a sink outside the window
@@ -340,60 +402,89 @@ class _Problem(NamedTuple):
         kind = dict(HEADS=q.shape[2], GROUP=q.shape[2] // k.shape[2], DIM=q.shape[3])
         return dict(**kind, OPERAND=operand, PRECISION="ieee" if INTERPRETED else "tf32x3" if exact else "tf32")
 
-
-class _SlidingWindowAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, q_sink, sink_k, sink_v, problem):
-        tensors = [None if x is None else x.contiguous() for x in (q, k, v, q_sink, sink_k, sink_v)]
-        q, k, v = tensors[:3]
+    def forward(
+        self, q, k, v, sinks=(None, None, None), joined: Joined | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs and log-sum-exp; `sinks`: queries, keys and values."""
         batch, time, heads, dim = q.shape
         out = torch.empty_like(q, dtype=v.dtype)
         lse = q.new_empty(batch, time, heads, dtype=torch.float32)
         config = _launch(dim, q.element_size()).forward
-        _forward[(batch * triton.cdiv(time, config["M"]) * heads,)](
-            *tensors, *problem[:4], out, lse, *problem.scalars(q),
-            SINKS=0 if sink_k is None else sink_k.shape[1], **problem.options(q, k), **config,
+        blocks, latents = batch * triton.cdiv(time, config["M"]), 1
+        if joined is not None:
+            blocks, latents = len(joined.chunks) * (CHUNK // config["M"]), joined.reader.shape[3]
+        _forward[(blocks * heads,)](
+            q, k, v, *sinks, *self[:4], out, lse, *(joined or (None,) * 5), batch * time, *self.scalars(q),
+            SINKS=0 if sinks[1] is None else sinks[1].shape[1], LATENTS=latents, L=tile_width(latents), C=CHUNK,
+            **self.options(q, k), **config,
         )  # fmt: skip
+        return out, lse
+
+    def grad_queries(self, q, k, v, sinks, out, lse, grad_out, grad_lse=None) -> tuple[torch.Tensor | None, ...]:
+        """Gradients of q and the sinks (queries, keys, values), and out * grad_out less `grad_lse` per query and head; without
+        `out`, where latents were joined to it, of the window alone."""
+        batch, time, heads, dim = q.shape
+        grad_q, delta = torch.empty_like(q), torch.empty_like(lse)
+        by_sink = grad_q_sink, grad_sink_k, grad_sink_v = [None if x is None else torch.empty_like(x) for x in sinks]
+        config, options = _launch(dim, q.element_size()).grad_queries, self.options(q, k)
+        blocks = batch * triton.cdiv(time, config["M"])
+        count, parts = 0, (None, None)
+        if sinks[1] is not None:
+            rows, count = sinks[1].shape[:2]
+            parts = lse.new_empty(2, blocks + rows, heads, count, dim)
+        _grad_queries[(blocks * heads,)](
+            q, k, v, *sinks, *self[:4], out, lse, grad_out, grad_lse,
+            delta, grad_q, grad_q_sink, *parts, *self.scalars(q), SINKS=count, **options, **config,
+        )  # fmt: skip
+        if count:
+            kind = {n: options[n] for n in ("HEADS", "GROUP", "DIM")} | {n: config[n] for n in "MD"}
+            _sum_sinks[(rows * count * k.shape[2],)](
+                *parts, self.borders, grad_sink_k, grad_sink_v, time, SINKS=count, **kind, num_warps=4
+            )
+        return grad_q, *by_sink, delta
+
+    def grad_keys(self, q, k, v, lse, delta, grad_out, added=None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gradients of k and v, sinks aside; `added` is a part of v's."""
+        grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
+        config = _launch(q.shape[3], q.element_size()).grad_keys
+        grid = k.shape[0] * triton.cdiv(k.shape[1], config["N"]) * k.shape[2], triton.cdiv(k.shape[3], config["SLAB"])
+        _grad_keys[grid](
+            q,
+            k,
+            v,
+            *self[1:4],
+            lse,
+            delta,
+            grad_out,
+            added,
+            grad_k,
+            grad_v,
+            *self.scalars(q),
+            **self.options(q, k),
+            **config,
+        )
+        return grad_k, grad_v
+
+
+class _SlidingWindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, q_sink, sink_k, sink_v, band):
+        tensors = [None if x is None else x.contiguous() for x in (q, k, v, q_sink, sink_k, sink_v)]
+        out, lse = band.forward(*tensors[:3], tensors[3:])
         ctx.save_for_backward(*tensors, out, lse)
-        ctx.problem = problem
+        ctx.band = band
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out, grad_lse):
-        q, k, v, q_sink, sink_k, sink_v, out, lse = ctx.saved_tensors
-        problem = ctx.problem
-        scalars, options = problem.scalars(q), problem.options(q, k)
-        batch, time, heads, dim = q.shape
-        kv_heads = k.shape[2]
-        launch = _launch(dim, q.element_size())
+        q, k, v, *sinks, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
-        grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        grad_q_sink, grad_sink_k, grad_sink_v = (
-            None if x is None else torch.empty_like(x) for x in (q_sink, sink_k, sink_v)
-        )
-        delta = torch.empty_like(lse)
-        config = launch.grad_queries
-        blocks = batch * triton.cdiv(time, config["M"])
-        sinks, parts = 0, (None, None)
-        if sink_k is not None:
-            sinks = sink_k.shape[1]
-            parts = lse.new_empty(2, blocks + sink_k.shape[0], heads, sinks, dim)
-        _grad_queries[(blocks * heads,)](
-            q, k, v, q_sink, sink_k, sink_v, *problem[:4], out, lse, grad_out, grad_lse,
-            delta, grad_q, grad_q_sink, *parts, *scalars, SINKS=sinks, **options, **config,
-        )  # fmt: skip
-        if sinks:
-            kind = {n: options[n] for n in ("HEADS", "GROUP", "DIM")} | {n: config[n] for n in "MD"}
-            _sum_sinks[(sink_k.shape[0] * sinks * kv_heads,)](
-                *parts, problem.borders, grad_sink_k, grad_sink_v, time, SINKS=sinks, **kind, num_warps=4
-            )
-        config = launch.grad_keys
-        grid = batch * triton.cdiv(k.shape[1], config["N"]) * kv_heads, triton.cdiv(dim, config["SLAB"])
-        _grad_keys[grid](q, k, v, *problem[1:4], lse, delta, grad_out, grad_k, grad_v, *scalars, **options, **config)
-        return grad_q, grad_k, grad_v, grad_q_sink, grad_sink_k, grad_sink_v, None
+        grad_q, *by_sink, delta = ctx.band.grad_queries(q, k, v, sinks, out, lse, grad_out, grad_lse)
+        grad_k, grad_v = ctx.band.grad_keys(q, k, v, lse, delta, grad_out)
+        return grad_q, grad_k, grad_v, *by_sink, None
 
 
 @torch.compiler.disable
@@ -452,11 +543,11 @@ def sliding_window_attention_fused(
 
     before, ahead = (window - 1, 0) if causal else (window // 2, window // 2)
     limit = past + time
-    problem = _Problem(
+    band = Band(
         visible, valid, document, borders, dim**-0.5 if scale is None else scale, softcap,
         past, min(before, limit), min(ahead, limit),
     )  # fmt: skip
     pad = -dim % 8  # aligned rows; Triton 3.6 reads beyond shared memory where a tensor has one number per token
     tensors = (None if x is None else F.pad(x, (0, pad)) if pad else x for x in (q, k, v, q_sink, sink_k, sink_v))
-    out, lse = _SlidingWindowAttention.apply(*tensors, problem)
+    out, lse = _SlidingWindowAttention.apply(*tensors, band)
     return out[..., :dim], lse, after
