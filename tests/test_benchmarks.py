@@ -88,7 +88,7 @@ def test_reduced_form_of_latent_attention(latent_program, tmp_path, capsys):
     content = json.loads((folder / "latent_attention.json").read_text())
     rows = content["rows"]
     assert {row["section"] for row in rows} == set(program.SECTIONS) - {"flex"}
-    attention = {"latent", "macchiato", "window", "sdpa"}
+    attention = {"latent", "macchiato", "two calls", "window", "sdpa"}
     assert {row["operator"] for row in rows if row["section"] == "operators"} == attention
     for row in rows:
         without_floor = row["operator"] == "sdpa"
@@ -144,9 +144,10 @@ def test_three_phase_floor(latent_program, layout, inputs_and_outputs, states, w
     heads, kv_heads, dim = latent_program.LAYOUTS[layout]
     found = {
         name: latent_program.three_phase_bytes(name, (heads, kv_heads, dim)) * 16384 / 1e6
-        for name in ("latent", "window", "macchiato")
+        for name in ("latent", "window", "macchiato", "two calls")
     }
     assert found["window"] == pytest.approx(window, abs=0.5)
-    gated = found["macchiato"] - found["window"]
+    gated = found["two calls"] - found["window"]
     assert gated == pytest.approx(inputs_and_outputs + states, abs=1)
     assert found["latent"] == pytest.approx(gated - 2 * heads * (dim + 1) * 16384 / 1e6)
+    assert found["macchiato"] == pytest.approx(found["two calls"] - 2 * 2 * heads * dim * 16384 / 1e6)
