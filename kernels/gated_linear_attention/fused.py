@@ -661,7 +661,7 @@ class Recurrence:
         end = self.starts(grad_final, ready.q, grad_out, ready.kept, reverse=True)
         grad_v, grad_initial = torch.empty_like(self.v), self.new_final()
         later, before = self.new_states(), self.new_states()
-        for part in itertools.pairwise(self.plan.cuts):
+        for part in self.parts:
             self.walk(
                 end, ready.k, ready.q, grad_out, ready, out=grad_v, states=later, final=grad_initial, reverse=True, part=part
             )  # fmt: skip
@@ -678,6 +678,13 @@ class Recurrence:
         return grad_v, grad_initial
 
     @property
+    def parts(self) -> tuple:
+        """Beginnings and ends of what the backward pass takes one after the other, for states kept at a time to take less
+        memory; all at once where the state of a chunk is no larger than its values."""
+        cuts = self.plan.cuts if self.dim_k > CHUNK else (self.plan.cuts[0], self.plan.cuts[-1])
+        return tuple(itertools.pairwise(cuts))
+
+    @property
     def slabs(self) -> int:
         """Programs that share the key channels of a chunk's gradients."""
         return triton.cdiv(self.dim_k, self.launch.gradients["BK"])
@@ -688,7 +695,7 @@ class Recurrence:
 
     def new_states(self, whole: bool = False) -> torch.Tensor:
         """Where walks keep the states of one part's chunks, or of all, as operands of products."""
-        size = len(self.plan.chunks) if whole else max(b[1] - a[1] for a, b in itertools.pairwise(self.plan.cuts))
+        size = len(self.plan.chunks) if whole else max(b[1] - a[1] for a, b in self.parts)
         return self.v.new_empty(size, self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
 
     def new_final(self) -> torch.Tensor:

@@ -94,9 +94,10 @@ def test_dims_and_heads(dim_k, dim_v, heads, kv_heads, backend):
     matches_the_recurrence(inputs(1, 20, heads, kv_heads, dim_k, dim_v), backend)
 
 
-@pytest.mark.parametrize("gate", ["channel", "head"])
-def test_many_chunks(gate, backend):
-    tensors = inputs(1, 1500, 2, 1, 8, 8, gate=gate)
+@pytest.mark.parametrize(("gate", "dim_k"), [("channel", 8), ("head", 8), ("channel", 72)])
+def test_many_chunks(gate, dim_k, backend):
+    """With more than 64 key channels, the backward pass takes them in two parts."""
+    tensors = inputs(1, 1500, 2, 1, dim_k, 8, gate=gate)
     found = differentiate(lambda t: run(t, backend), rounded(tensors, DTYPES[backend]))
     expected = differentiate(lambda t: run(t, "torch", torch.float64), rounded(tensors, DTYPES[backend]))
     recurrent, _ = reference(rounded(tensors, DTYPES[backend]))
