@@ -17,6 +17,7 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import UTC, datetime
@@ -87,19 +88,24 @@ def perplexity(model: torch.nn.Module, tokens: torch.Tensor, length: int, batch:
     return math.exp(total / (rows.numel() - len(rows)))
 
 
-def run(name: str, seed: int, args: argparse.Namespace) -> dict:
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def read_tokens(args: argparse.Namespace) -> dict:
+    """Tokens to train on and to be measured on, and how many different ones there may be."""
     tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
     text, held_out = (
-        token_stream((t for d in data for t in read_documents(d)), tokenizer).to(device)
-        for data in (args.data, args.eval_data)
+        token_stream((t for d in data for t in read_documents(d)), tokenizer) for data in (args.data, args.eval_data)
     )
+    return {"text": text, "held_out": held_out[: args.eval_tokens], "vocabulary": len(tokenizer)}
+
+
+def run(name: str, seed: int, tokens: str, args: argparse.Namespace) -> dict:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    read = torch.load(tokens)
+    text, held_out = read["text"].to(device), read["held_out"].to(device)
     torch.manual_seed(seed)
-    model = build(name, args, len(tokenizer)).to(device)
+    model = build(name, args, read["vocabulary"]).to(device)
     start = time.perf_counter()
     loss = train(model, text, args, seed)
     seconds = time.perf_counter() - start
-    held_out = held_out[: args.eval_tokens]
     found = {
         factor * args.length: perplexity(model, held_out, factor * args.length, args.batch // factor)
         for factor in FACTORS
@@ -175,13 +181,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--eval-tokens", type=int, default=1 << 18)
     parser.add_argument(
-        "--one", nargs=2, metavar=("MODEL", "SEED"), help=argparse.SUPPRESS
+        "--one", nargs=3, metavar=("MODEL", "SEED", "TOKENS"), help=argparse.SUPPRESS
     )  # a process of this program
     args = parser.parse_args(arguments)
     if args.one:
-        print(json.dumps(run(args.one[0], int(args.one[1]), args)), flush=True)
+        name, seed, tokens = args.one
+        print(json.dumps(run(name, int(seed), tokens, args)), flush=True)
         return 0
     args.output.mkdir(parents=True, exist_ok=True)
+    folder = tempfile.TemporaryDirectory()
+    tokens = Path(folder.name, "tokens.pt")
+    torch.save(read_tokens(args), tokens)
     jobs = list(itertools.product(args.models, args.seeds))
     devices = torch.cuda.device_count()
     command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
@@ -189,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     def start(number: int) -> dict | None:
         name, seed = jobs[number]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % devices)} if devices else None
-        one = [*command, "--one", name, str(seed)]
+        one = [*command, "--one", name, str(seed), str(tokens)]
         done = subprocess.run(one, stdout=subprocess.PIPE, text=True, env=environment)
         if done.returncode:
             print(f"{name} with seed {seed} failed with exit code {done.returncode}", file=sys.stderr)
@@ -212,6 +222,7 @@ def main(arguments: list[str] | None = None) -> int:
                 report["results"] = [results[number] for number in sorted(results)]
                 (args.output / "latte_language_modelling.json").write_text(json.dumps(report, indent=1) + "\n")
                 print(future.result(), file=sys.stderr)
+    folder.cleanup()
     if not results:
         return 1
     plot(report["results"], args.output / "latte_language_modelling.png")
