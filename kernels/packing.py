@@ -5,14 +5,31 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils.weak import WeakIdKeyDictionary
+
+_BORDERS = WeakIdKeyDictionary()
+
+
+@torch.compiler.disable
+def borders_on_host(cu_seqlens: torch.Tensor) -> tuple[int, ...]:
+    """The borders as numbers. A tensor is read once for all layers, since that waits until its device has caught up."""
+    if cu_seqlens.is_inference():  # counts no changes
+        return tuple(cu_seqlens.tolist())
+    version, borders = _BORDERS.get(cu_seqlens, (None, ()))
+    if version != cu_seqlens._version:
+        borders = tuple(cu_seqlens.tolist())
+        _BORDERS[cu_seqlens] = cu_seqlens._version, borders
+    return borders
 
 
 def check_packed(cu_seqlens: torch.Tensor, batch: int, time: int) -> None:
     """Refuse a `cu_seqlens` that does not describe one packed row of length `time`."""
     if batch != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1 (documents packed in one row), got a batch of {batch}")
-    ends = cu_seqlens.tolist()
-    if cu_seqlens.dim() != 1 or len(ends) < 2 or ends[0] != 0 or ends[-1] != time or sorted(ends) != ends:
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens must be (documents + 1,), got a shape of {tuple(cu_seqlens.shape)}")
+    ends = list(borders_on_host(cu_seqlens))
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != time or sorted(ends) != ends:
         raise ValueError(f"cu_seqlens must rise from 0 to the length {time} of the row, got {ends}")
 
 
@@ -30,7 +47,7 @@ def packed_borders(position_ids: torch.Tensor | None, batch: int) -> torch.Tenso
 
 def document_borders(batch: int, time: int, cu_seqlens: torch.Tensor | None) -> tuple[int, ...]:
     """Borders of the rows laid end to end, or of the documents packed in one, on the host."""
-    return tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else tuple(cu_seqlens.tolist())
+    return tuple(range(0, batch * time + 1, time)) if cu_seqlens is None else borders_on_host(cu_seqlens)
 
 
 def document_index(cu_seqlens: torch.Tensor, time: int) -> torch.Tensor:

@@ -57,11 +57,17 @@ def dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def tf32(x, PRECISION: tl.constexpr):
-    """x as a TF32 product sees it, so that the same number can be used outside of it."""
+    """x rounded to what a TF32 product sees of it; by itself the hardware truncates, which makes every product smaller."""
     if PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         x = bits.to(tl.float32, bitcast=True)
     return x
+
+
+@triton.jit
+def rounded_dot(a, b, PRECISION: tl.constexpr):
+    """Product of float32 operands."""
+    return tl.dot(tf32(a, PRECISION), tf32(b, PRECISION), input_precision=PRECISION)
 
 
 @triton.jit

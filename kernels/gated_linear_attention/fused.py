@@ -31,6 +31,7 @@ from ..tiles import (
     make_plan,
     processors,
     product_precision,
+    rounded_dot,
     selected_sums,
     store_rows,
     store_state,
@@ -165,6 +166,7 @@ def _prepare(
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
     acc = tl.zeros((C, C), tl.float32)
+    own = tl.zeros((C,), tl.float32)
     least = 0.0
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
@@ -176,7 +178,8 @@ def _prepare(
         faded = queries.to(tl.float32) * tl.exp2(log)
         if CHANNEL:
             grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
-            pairs = tl.dot(faded, tl.trans(grown), input_precision=PRECISION)
+            pairs = rounded_dot(faded, tl.trans(grown), PRECISION)
+            own += tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)  # the largest weight where gates are strong
         else:
             pairs = dot(queries, tl.trans(keys), OPERAND, PRECISION)
         if CHANNEL and OPERAND == tl.bfloat16:
@@ -196,6 +199,7 @@ def _prepare(
             least = tl.minimum(least, tl.min(total, 0))
     if CHANNEL:
         tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
+        acc = tl.where(rows[:, None] == rows[None, :], own[:, None], acc)
     else:
         acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
@@ -219,11 +223,13 @@ def _prepare_strong(
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
     acc = tl.zeros((C, C), tl.float32)
+    own = tl.zeros((C,), tl.float32)
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
         queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         keys = load_rows(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
         gates = load_rows(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
+        own += tl.sum(queries * keys, 1)
         if head % GROUP == 0:
             log = _upto(gates, True, C, EXACT)
             ended = keys * tl.exp2(_after(gates, log, True, C, OPERAND, EXACT))
@@ -235,19 +241,20 @@ def _prepare_strong(
             if waiting > 0:
                 log = _in_block(gates, size, C, EXACT)
                 growth = tl.exp2(tl.minimum(-log, BOUND))
-                pairs = tl.dot(queries * tl.exp2(log), tl.trans(keys * growth), input_precision=PRECISION)
+                pairs = rounded_dot(queries * tl.exp2(log), tl.trans(keys * growth), PRECISION)
                 bounded = tl.min(log, 1) >= -BOUND
                 block = rows // size
-                same = (block[:, None] == block[None, :]) & (rows[:, None] >= rows[None, :])
+                same = (block[:, None] == block[None, :]) & (rows[:, None] > rows[None, :])
                 acc += tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
                 pending = pending & (bounded == 0)
                 waiting = tl.sum(pending.to(tl.int32), 0)
                 if waiting > 0:
                     decay = _to_middle(gates, size, C, EXACT)
-                    pairs = tl.dot(queries * decay, tl.trans(keys * decay), input_precision=PRECISION)
+                    pairs = rounded_dot(queries * decay, tl.trans(keys * decay), PRECISION)
                     late = rows % size >= size // 2
                     acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
                 size = size // 2
+    acc = tl.where(rows[:, None] == rows[None, :], own[:, None], acc)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
@@ -439,7 +446,7 @@ def _gradients(
                 pairs += dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
                 dq += dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
-        pairs = tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0)
+        pairs = tf32(tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0), PRECISION)
         queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         if CHANNEL:
             dq *= tl.exp2(log) * scale
@@ -484,7 +491,7 @@ def _gradients(
                         dk += decay * to_k
                     size = size // 2
         else:
-            part = pairs * _pair_decay(gates, C, EXACT)
+            part = tf32(pairs * _pair_decay(gates, C, EXACT), PRECISION)
             before_k = dk
             dq = tl.dot(part, keys, dq * (tl.exp2(log) * scale), input_precision=PRECISION)
             dk = tl.dot(tl.trans(part), queries, dk, input_precision=PRECISION)

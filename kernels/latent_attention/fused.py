@@ -21,7 +21,17 @@ from torch.autograd.function import once_differentiable
 
 from ..gated_linear_attention.fused import Prepared, Recurrence, store_scores
 from ..packing import document_borders
-from ..tiles import CHUNK, LOG2E, load_rows, load_state, selected_sums, store_rows, store_state, tile_width
+from ..tiles import (
+    CHUNK,
+    LOG2E,
+    load_rows,
+    load_state,
+    rounded_dot,
+    selected_sums,
+    store_rows,
+    store_state,
+    tile_width,
+)
 from .reference import EMPTY
 
 TO_BASE_2 = 1 / math.log(2)
@@ -176,7 +186,7 @@ def _near_pairs(a, z, logits, C: tl.constexpr, PRECISION: tl.constexpr):
     rows = tl.arange(0, C)
     anchor, near = _near(z, C)
     key = tl.where(logits > OCCUPIED, tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD)), 0.0)
-    pairs = tl.dot(a * tl.exp2(anchor[None, :] - z), tl.trans(key), input_precision=PRECISION)
+    pairs = rounded_dot(a * tl.exp2(anchor[None, :] - z), tl.trans(key), PRECISION)
     return tl.where((rows[:, None] >= rows[None, :]) & near[:, None], pairs, 0.0)
 
 
@@ -193,7 +203,7 @@ def _far_pairs(a, z, logits, C: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl
         across = (middle[:, None] == middle[None, :]) & (late & (near == 0))[:, None] & (late == 0)[None, :]
         anchors = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
         read = a * tl.exp2(tl.minimum(anchors - z, 0.0))
-        part = tl.dot(read, tl.trans(_share(logits, anchors)), input_precision=PRECISION)
+        part = rounded_dot(read, tl.trans(_share(logits, anchors)), PRECISION)
         pairs += tl.where(across, part, 0.0)
     return pairs
 
