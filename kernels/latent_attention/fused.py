@@ -51,9 +51,10 @@ def _add_logs(a, b):
 @triton.jit
 def _load_logits(pointer, start, left, head, latents, C: tl.constexpr, HEADS: tl.constexpr, LATENTS: tl.constexpr):
     """Key logits to base 2, `NOTHING` where nothing is absorbed."""
-    x = load_rows(pointer, start, left, head, latents, C, HEADS, LATENTS).to(tl.float32)
-    inside = (tl.arange(0, C) < left)[:, None] & (latents < LATENTS)[None, :] & (x > OCCUPIED)
-    return tl.where(inside, x * LOG2E, NOTHING)
+    rows = tl.arange(0, C)
+    at = (start * HEADS + head) * LATENTS + rows[:, None] * (HEADS * LATENTS) + latents[None, :]
+    x = tl.load(pointer + at, mask=(rows < left)[:, None] & (latents < LATENTS)[None, :], other=NOTHING).to(tl.float32)
+    return tl.where(x > OCCUPIED, x * LOG2E, NOTHING)
 
 
 @triton.jit
@@ -80,21 +81,20 @@ def _weights(
         logits += z
         if log_length is not None:
             logits -= tl.maximum(_absorbed(z) - log_length, 0.0)[:, None]
-    occupied = z > OCCUPIED
-    logits = tl.where(occupied, logits, NOTHING)
-    top = tl.max(logits, 1)
+    logits = tl.where(z > OCCUPIED, logits, NOTHING)
+    top = tl.maximum(tl.max(logits, 1), OCCUPIED)
     if gate is not None:
         rows = tl.arange(0, C)
         exact = tl.load(gate + (start + rows) * HEADS + head, mask=rows < left, other=0.0).to(tl.float32) * LOG2E
         top = tl.maximum(top, exact)
-    parts = tl.where(occupied, tl.exp2(logits - top[:, None]), 0.0)
+    parts = tl.exp2(logits - top[:, None])
     total = tl.sum(parts, 1)
     own = total * 0.0
     if gate is not None:
         own = tl.exp2(exact - top)
         total += own
-        own /= total
-    return parts / tl.maximum(total, 1e-30)[:, None], own
+    share = 1 / tl.maximum(total, 1e-30)
+    return parts * share[:, None], own * share
 
 
 @triton.jit
@@ -161,42 +161,41 @@ def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.c
 
 
 @triton.jit
-def _load_masses(
-    masses, before, start, left, head, latents, C: tl.constexpr, HEADS: tl.constexpr, LATENTS: tl.constexpr
+def _load_masses(pointer, start, rows, head, latents, HEADS: tl.constexpr, LATENTS: tl.constexpr):
+    at = (start * HEADS + head) * LATENTS + rows[:, None] * (HEADS * LATENTS) + latents[None, :]
+    return tl.load(pointer + at, mask=(latents < LATENTS)[None, :], other=NOTHING)
+
+
+@triton.jit
+def _load_chunk_masses(
+    masses, start, left, head, latents, C: tl.constexpr, HEADS: tl.constexpr, LATENTS: tl.constexpr
 ):
-    """z of a chunk's rows and its last; rows behind the end repeat that."""
-    rows = tl.arange(0, C)
-    inside = (rows < left)[:, None] & (latents < LATENTS)[None, :]
-    z = tl.where(inside, load_rows(masses, start, left, head, latents, C, HEADS, LATENTS), NOTHING)
-    last = tl.maximum(tl.max(z, 0), before)
-    return tl.where((rows < left)[:, None], z, last[None, :]), last
+    """z of a chunk's rows, where rows behind the end repeat the last, and of its first and its last."""
+    one = tl.arange(0, 1)
+    z = _load_masses(masses, start, tl.minimum(tl.arange(0, C), left - 1), head, latents, HEADS, LATENTS)
+    first = _load_masses(masses, start, one, head, latents, HEADS, LATENTS)
+    last = _load_masses(masses, start, one + left - 1, head, latents, HEADS, LATENTS)
+    return z, tl.sum(first, 0), tl.sum(last, 0)
 
 
 @triton.jit
-def _near(z, C: tl.constexpr):
-    """z of the chunk's first row, and which rows' z are no more than SPREAD above it."""
+def _near_pairs(a, z, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Weight of each token of a chunk in the output of each row, sum_l a_t exp(theta_s - z_t), right for near rows."""
     rows = tl.arange(0, C)
-    anchor = tl.sum(tl.where(rows[:, None] == 0, z, 0.0), 0)
-    return anchor, tl.max(z - anchor[None, :], 1) <= SPREAD
-
-
-@triton.jit
-def _near_pairs(a, z, logits, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Weight of each token of a chunk in the output of each near row: sum_l a_t exp(theta_s - z_t)."""
-    rows = tl.arange(0, C)
-    anchor, near = _near(z, C)
-    key = tl.where(logits > OCCUPIED, tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD)), 0.0)
+    key = tl.exp2(
+        tl.minimum(logits - anchor[None, :], SPREAD)
+    )  # where a latent is empty at the anchor, a or exp(anchor - z) is 0
     pairs = rounded_dot(a * tl.exp2(anchor[None, :] - z), tl.trans(key), PRECISION)
-    return tl.where((rows[:, None] >= rows[None, :]) & near[:, None], pairs, 0.0)
+    return tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
 
 
 @triton.jit
-def _far_pairs(a, z, logits, C: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
-    """The same for the other rows."""
+def _far_pairs(pairs, a, z, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
+    """The same, given that, for all rows."""
     rows = tl.arange(0, C)
-    _, near = _near(z, C)
+    near = tl.max(z - anchor[None, :], 1) <= SPREAD
     own = tl.sum(a * _share(logits, z), 1)
-    pairs = tl.where((rows[:, None] == rows[None, :]) & (near == 0)[:, None], own[:, None], 0.0)
+    pairs = tl.where(near[:, None], pairs, tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0))
     for level in range(1, LEVELS):  # pairs across the middle of blocks of 2^level rows
         half = 1 << (level - 1)
         late, middle = rows // half % 2 == 1, rows // (2 * half) * (2 * half) + half - 1
@@ -233,15 +232,14 @@ def _prepare(
     place = (n * kv_heads + kv_head) * LATENTS + latents
     before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
     logits = _load_logits(theta, start, left, kv_head, latents, C, kv_heads, LATENTS)
-    z, last = _load_masses(masses, before, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    z, anchor, last = _load_chunk_masses(masses, start, left, kv_head, latents, C, kv_heads, LATENTS)
     a, own = _weights(q, gate, z, start, left, head, latents, log_length, HEADS, LATENTS, MASS, C)
-    pairs = _near_pairs(a, z, logits, C, PRECISION)
+    pairs = _near_pairs(a, z, anchor, logits, C, PRECISION)
     if FAR:
-        pairs += _far_pairs(a, z, logits, C, PRECISION, EXACT)
+        pairs = _far_pairs(pairs, a, z, anchor, logits, C, PRECISION, EXACT)
     store_scores(scores, rest, pairs, start, left, head, total_tokens, C)
     if not FAR:
-        _, near = _near(z, C)
-        tl.store(mark, tl.min(near.to(tl.int32), 0) ^ 1)
+        tl.store(mark, (tl.max(last - anchor, 0) > SPREAD).to(tl.int32))
         store_rows(reader, a * tl.exp2(before[None, :] - z), start, left, head, latents, C, HEADS, LATENTS)
         if gate is not None:
             tl.store(own_shares + (start + rows) * HEADS + head, own, mask=rows < left)
@@ -252,9 +250,8 @@ def _prepare(
             tl.store(kept + place, before - last, mask=latents < LATENTS)
             if keys is not None:
                 store_rows(keys, _share(logits, z), start, left, kv_head, latents, C, kv_heads, LATENTS)
-                at = (start + rows - 1)[:, None] * (kv_heads * LATENTS) + (kv_head * LATENTS + latents)[None, :]
-                inside = ((rows > 0) & (rows < left))[:, None] & (latents < LATENTS)[None, :]
-                earlier = tl.load(masses + at, mask=inside, other=NOTHING)
+                above = tl.minimum(tl.maximum(rows, 1), left) - 1
+                earlier = _load_masses(masses, start, above, kv_head, latents, kv_heads, LATENTS)
                 earlier = tl.where((rows == 0)[:, None], before[None, :], earlier)
                 log = tl.where(earlier > OCCUPIED, (earlier - z) / LOG2E, 0.0)  # nothing decays in an empty latent
                 store_rows(gates, log, start, left, kv_head, latents, C, kv_heads, LATENTS)
@@ -280,7 +277,7 @@ def _gather(
     rows, latents = tl.arange(0, C), tl.arange(0, BL)
     place = (n * kv_heads + kv_head) * LATENTS + latents
     before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
-    z, _ = _load_masses(masses, before, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    z, _, _ = _load_chunk_masses(masses, start, left, kv_head, latents, C, kv_heads, LATENTS)
     total = tl.zeros((C, BL), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
