@@ -65,36 +65,39 @@ def _share(theta, reference):
 
 @triton.jit
 def _absorbed(z):
-    """log2 of all mass in the latents, per row."""
-    top = tl.max(z, 1)
-    return top + tl.log2(tl.sum(tl.exp2(z - top[:, None]), 1))
+    """log2 of all mass in the latents of each head, the last dimension, which is kept as one."""
+    axis: tl.constexpr = len(z.shape) - 1
+    top = tl.max(z, axis, keep_dims=True)
+    return top + tl.log2(tl.sum(tl.exp2(z - top), axis, keep_dims=True))
 
 
 @triton.jit
 def _weights(
-    q, gate, z, start, left, head, latents, log_length,
-    HEADS: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr,
+    q, gate, z, start, left, columns, heads, log_length,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Probability of each latent, (C, latents), and of the exact branch, (C,)."""
-    logits = load_rows(q, start, left, head, latents, C, HEADS, LATENTS).to(tl.float32) * LOG2E
+    """Of P heads, whose logits stand side by side in `columns`, probability of each latent, (C, columns), and of the exact
+    branch, (C, P)."""
+    logits = load_rows(q, start, left, 0, columns, C, 1, WIDTH).to(tl.float32) * LOG2E
+    by_head: tl.constexpr = (C, P, z.shape[1] // P)
+    logits, z = tl.reshape(logits, by_head), tl.reshape(z, by_head)
     if MASS:
         logits += z
         if log_length is not None:
-            logits -= tl.maximum(_absorbed(z) - log_length, 0.0)[:, None]
+            logits -= tl.maximum(_absorbed(z) - log_length, 0.0)
     logits = tl.where(z > OCCUPIED, logits, NOTHING)
-    top = tl.maximum(tl.max(logits, 1), OCCUPIED)
+    top = tl.maximum(tl.max(logits, 2), OCCUPIED)
     if gate is not None:
-        rows = tl.arange(0, C)
-        exact = tl.load(gate + (start + rows) * HEADS + head, mask=rows < left, other=0.0).to(tl.float32) * LOG2E
+        exact = load_rows(gate, start, left, 0, heads, C, 1, HEADS).to(tl.float32) * LOG2E
         top = tl.maximum(top, exact)
-    parts = tl.exp2(logits - top[:, None])
-    total = tl.sum(parts, 1)
+    parts = tl.exp2(logits - top[:, :, None])
+    total = tl.sum(parts, 2)
     own = total * 0.0
     if gate is not None:
         own = tl.exp2(exact - top)
         total += own
     share = 1 / tl.maximum(total, 1e-30)
-    return parts * share[:, None], own * share
+    return tl.reshape(parts * share[:, :, None], (C, by_head[1] * by_head[2])), own * share
 
 
 @triton.jit
@@ -212,49 +215,61 @@ def _prepare(
     q, theta, gate, masses, befores, scores, rest, far, reader, writer, kept, shares, own_shares, keys, gates,
     chunks, log_length, total_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
-    PRECISION: tl.constexpr, EXACT: tl.constexpr, FAR: tl.constexpr,
+    P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and query head: what walks take, see `Prepared`, and the share of the exact branch. For the backward pass
-    `shares` takes the probabilities a, `keys` exp(theta_t - z_t) and `gates` z_{t-1} - z_t (natural logarithm).
+    """One chunk and P query heads, side by side: what walks take, see `Prepared`, and the share of the exact branch. For the
+    backward pass `shares` takes the probabilities a, `keys` exp(theta_t - z_t) and `gates` z_{t-1} - z_t (natural logarithm).
 
-    Where rows are not near, `far` is set, and a second launch with FAR forms these chunks' weights again.
+    Where rows are not near, `far` is set, and a second launch with FAR forms these weights again.
     """
-    n, head = tl.program_id(0), tl.program_id(1)
-    mark = far + n * HEADS + head
+    n, block = tl.program_id(0), tl.program_id(1)
+    mark = far + n * tl.num_programs(1) + block
     if FAR:
         if tl.load(mark) == 0:
             return
-    kv_head = head // GROUP
-    kv_heads: tl.constexpr = HEADS // GROUP
+    width: tl.constexpr = HEADS * LATENTS
+    kv_width: tl.constexpr = width // GROUP
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
-    rows, latents = tl.arange(0, C), tl.arange(0, BL)
-    place = (n * kv_heads + kv_head) * LATENTS + latents
-    before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
-    logits = _load_logits(theta, start, left, kv_head, latents, C, kv_heads, LATENTS)
-    z, anchor, last = _load_chunk_masses(masses, start, left, kv_head, latents, C, kv_heads, LATENTS)
-    a, own = _weights(q, gate, z, start, left, head, latents, log_length, HEADS, LATENTS, MASS, C)
-    pairs = _near_pairs(a, z, anchor, logits, C, PRECISION)
-    if FAR:
-        pairs = _far_pairs(pairs, a, z, anchor, logits, C, PRECISION, EXACT)
-    store_scores(scores, rest, pairs, start, left, head, total_tokens, C)
+    rows, heads = tl.arange(0, C), block * P + tl.arange(0, P)
+    part = tl.arange(0, BL) // (BL // P)
+    head, latent = block * P + part, tl.arange(0, BL) % (BL // P)
+    inside = (latent < LATENTS) & (head < HEADS)
+    columns = tl.where(inside, head * LATENTS + latent, width)  # beyond the last: neither read nor written
+    kv_columns = tl.where(inside, head // GROUP * LATENTS + latent, kv_width)
+    into = tl.where(head % GROUP == 0, kv_columns, kv_width)
+    if LATENTS == BL // P:
+        columns = tl.max_contiguous(tl.multiple_of(columns, LATENTS), LATENTS)
+        kv_columns = tl.max_contiguous(tl.multiple_of(kv_columns, LATENTS), LATENTS)
+        into = tl.max_contiguous(tl.multiple_of(into, LATENTS), LATENTS)
+    before = tl.load(befores + n * kv_width + kv_columns, mask=inside, other=NOTHING)
+    logits = _load_logits(theta, start, left, 0, kv_columns, C, 1, kv_width)
+    z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
+    a, own = _weights(q, gate, z, start, left, columns, heads, log_length, HEADS, width, MASS, C, P)
+    for i in tl.static_range(P):
+        of_head = tl.where((part == i)[None, :], a, 0.0)
+        pairs = _near_pairs(of_head, z, anchor, logits, C, PRECISION)
+        if FAR:
+            pairs = _far_pairs(pairs, of_head, z, anchor, logits, C, PRECISION, EXACT)
+        count = tl.where(block * P + i < HEADS, left, 0)
+        store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
     if not FAR:
         tl.store(mark, (tl.max(last - anchor, 0) > SPREAD).to(tl.int32))
-        store_rows(reader, a * tl.exp2(before[None, :] - z), start, left, head, latents, C, HEADS, LATENTS)
+        store_rows(reader, a * tl.exp2(before[None, :] - z), start, left, 0, columns, C, 1, width)
         if gate is not None:
-            tl.store(own_shares + (start + rows) * HEADS + head, own, mask=rows < left)
+            store_rows(own_shares, own, start, left, 0, heads, C, 1, HEADS)
         if shares is not None:
-            store_rows(shares, a, start, left, head, latents, C, HEADS, LATENTS)
-        if head % GROUP == 0:
-            store_rows(writer, _share(logits, last[None, :]), start, left, kv_head, latents, C, kv_heads, LATENTS)
-            tl.store(kept + place, before - last, mask=latents < LATENTS)
+            store_rows(shares, a, start, left, 0, columns, C, 1, width)
+        if tl.cdiv(block * P, GROUP) * GROUP < block * P + P:  # some key/value head's first query head is here
+            store_rows(writer, _share(logits, last[None, :]), start, left, 0, into, C, 1, kv_width)
+            tl.store(kept + n * kv_width + into, before - last, mask=into < kv_width)
             if keys is not None:
-                store_rows(keys, _share(logits, z), start, left, kv_head, latents, C, kv_heads, LATENTS)
+                store_rows(keys, _share(logits, z), start, left, 0, into, C, 1, kv_width)
                 above = tl.minimum(tl.maximum(rows, 1), left) - 1
-                earlier = _load_masses(masses, start, above, kv_head, latents, kv_heads, LATENTS)
+                earlier = _load_masses(masses, start, above, 0, kv_columns, 1, kv_width)
                 earlier = tl.where((rows == 0)[:, None], before[None, :], earlier)
                 log = tl.where(earlier > OCCUPIED, (earlier - z) / LOG2E, 0.0)  # nothing decays in an empty latent
-                store_rows(gates, log, start, left, kv_head, latents, C, kv_heads, LATENTS)
+                store_rows(gates, log, start, left, 0, into, C, 1, kv_width)
 
 
 @triton.jit
@@ -306,8 +321,8 @@ def _gather(
             by_row -= d_logits
             if log_length is not None:
                 absorbed = _absorbed(z)
-                held = tl.where(absorbed > log_length, tl.sum(d_logits, 1), 0.0)
-                by_row += held[:, None] * tl.exp2(z - absorbed[:, None])
+                held = tl.where(absorbed > log_length, tl.sum(d_logits, 1, keep_dims=True), 0.0)
+                by_row += held * tl.exp2(z - absorbed)
         total += by_row
     store_rows(sent, total, start, left, kv_head, latents, C, kv_heads, LATENTS)
     tl.store(sums + place, tl.sum(tl.exp2(before[None, :] - z) * total, 0), mask=latents < LATENTS)
@@ -390,14 +405,28 @@ def _step(
         mean = mean * tl.exp2(z - later)[:, None] + _share(logits, later)[:, None] * v_row[None, :]
         z = later
         for j in range(GROUP):
+            head = kv_head * GROUP + j
+            columns = tl.where(latents < LATENTS, head * LATENTS + latents, HEADS * LATENTS)
             a, own = _weights(
-                q, gate, z[None, :], token, 1, kv_head * GROUP + j, latents, log_length, HEADS, LATENTS, MASS, 1
+                q,
+                gate,
+                z[None, :],
+                token,
+                1,
+                columns,
+                head + tl.arange(0, 1),
+                log_length,
+                HEADS,
+                HEADS * LATENTS,
+                MASS,
+                1,
+                1,
             )
             result = tl.sum(tl.trans(a) * mean, 0)
-            into = (token * HEADS + kv_head * GROUP + j) * DIM + values
+            into = (token * HEADS + head) * DIM + values
             if gate is not None:
                 exact = tl.load(gate_value + into, mask=values < DIM, other=0.0).to(tl.float32)
-                result += tl.sum(own, 0) * exact
+                result += tl.sum(tl.sum(own, 1), 0) * exact
             tl.store(out + into, result.to(out.dtype.element_ty), mask=values < DIM)
     store_state(final_mean, mean, place, latents, values, LATENTS, DIM)
     if tile == 0:
@@ -451,12 +480,15 @@ class Latents(Recurrence):
         own = None if gate is None else self.new(*gate.shape)
         shares, keys, gates = (self.new(*x.shape) if backward else None for x in (q, theta, theta))
         products = {name: self.precision[name] for name in ("PRECISION", "EXACT")}
-        grid = len(self.plan.chunks), self.heads
+        # heads with few latents stand side by side in a tile
+        tile = tile_width(self.dim_k)
+        together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.heads))
+        grid = len(self.plan.chunks), triton.cdiv(self.heads, together)
         marks = torch.empty(grid, dtype=torch.int32, device=q.device)
         for far in (False, True):
             _prepare[grid](
                 q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
-                keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile_width(self.dim_k), FAR=far,
+                keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile, P=together, FAR=far,
                 **self.options, **products, num_warps=4,
             )  # fmt: skip
         return ready, (own, shares, keys, gates)
