@@ -157,9 +157,13 @@ def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.c
     n = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
-    z = _load_row(befores, n, columns, WIDTH)
+    before = _load_row(befores, n, columns, WIDTH)
+    inside = tl.full(
+        (BLOCK,), NOTHING, tl.float32
+    )  # by itself: equal steps of a large sum would all be rounded the same way
     for t in tl.range(start, end, num_stages=STAGES):
-        z = _add_logs(z, _load_logit_row(theta, t, columns, WIDTH))
+        inside = _add_logs(inside, _load_logit_row(theta, t, columns, WIDTH))
+        z = _add_logs(before, inside)
         tl.store(masses + tl.cast(t, tl.int64) * WIDTH + columns, z, mask=columns < WIDTH)
 
 
@@ -314,7 +318,10 @@ def _gather(
                     product += tl.sum(result * grads, 1)
                     store_rows(grad_exact, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
             expected += own * product
-            tl.store(grad_gate + at, own * (product - expected), mask=rows < left)
+            change = product * tl.sum(a, 1) - tl.sum(
+                by_row, 1
+            )  # product - expected, without its cancellation where own is near 1
+            tl.store(grad_gate + at, own * change, mask=rows < left)
         d_logits = a * (delta - expected[:, None])
         store_rows(grad_q, d_logits, start, left, head, latents, C, HEADS, LATENTS)
         if MASS:

@@ -30,7 +30,7 @@ def macchiato_attention(
 
     window_t is softmax attention to the last `window` tokens, M_tl the mean of all values so far, weighted by
     exp(theta_sl). The same as `sliding_window_attention` followed by `latent_attention`; on a GPU, without padding and
-    state, both run in one kernel that reads the values once and does not write the window's output.
+    state, more than 16 tokens run in one pass that does not write the window's output; "auto" does not take it yet.
 
     Args:
         q: latent logits of the queries, (B, T, H, L).
@@ -87,10 +87,11 @@ def macchiato_attention(
     check_shapes(q, theta, v)
     if cu_seqlens is not None:
         check_packed(cu_seqlens, *v.shape[:2])
-    if window < 1 or window_k.shape != v.shape or window_q.shape != (*q.shape[:3], v.shape[3]):
+    shapes = gate.shape, window_q.shape, window_k.shape
+    if window < 1 or shapes != (q.shape[:3], (*q.shape[:3], v.shape[3]), v.shape):
         raise ValueError(
-            f"expected a window of at least 1, window_q (B, T, H, d) and window_k like v, got {window}, "
-            f"{tuple(window_q.shape)}, {tuple(window_k.shape)} and v {tuple(v.shape)}"
+            f"expected a window of at least 1, gate (B, T, H), window_q (B, T, H, d) and window_k like v, got {window}, "
+            f"{tuple(map(tuple, shapes))} and v {tuple(v.shape)}"
         )
     scale = v.shape[3] ** -0.5 if scale is None else scale
     out, latents = macchiato_attention_fused(
