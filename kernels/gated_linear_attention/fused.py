@@ -700,9 +700,9 @@ class Recurrence:
     def state_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.precision["OPERAND"] == tl.bfloat16 else torch.float32
 
-    def new_states(self, whole: bool = False) -> torch.Tensor:
-        """Where walks keep the states of one part's chunks, or of all, as operands of products."""
-        size = len(self.plan.chunks) if whole else max(b[1] - a[1] for a, b in self.parts)
+    def new_states(self) -> torch.Tensor:
+        """Where walks keep the states of one part's chunks, as operands of products."""
+        size = max(end[1] - start[1] for start, end in self.parts)
         return self.v.new_empty(size, self.kv_heads, self.dim_k, self.dim_v, dtype=self.state_dtype)
 
     def new_final(self) -> torch.Tensor:

@@ -158,9 +158,8 @@ def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.c
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
     before = _load_row(befores, n, columns, WIDTH)
-    inside = tl.full(
-        (BLOCK,), NOTHING, tl.float32
-    )  # by itself: equal steps of a large sum would all be rounded the same way
+    # the chunk's sum by itself: equal steps of a large one would all be rounded the same way
+    inside = tl.full((BLOCK,), NOTHING, tl.float32)
     for t in tl.range(start, end, num_stages=STAGES):
         inside = _add_logs(inside, _load_logit_row(theta, t, columns, WIDTH))
         z = _add_logs(before, inside)
@@ -189,9 +188,8 @@ def _load_chunk_masses(
 def _near_pairs(a, z, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr):
     """Weight of each token of a chunk in the output of each row, sum_l a_t exp(theta_s - z_t), right for near rows."""
     rows = tl.arange(0, C)
-    key = tl.exp2(
-        tl.minimum(logits - anchor[None, :], SPREAD)
-    )  # where a latent is empty at the anchor, a or exp(anchor - z) is 0
+    # where a latent is empty at the anchor, a or exp(anchor - z) is 0, whatever its key
+    key = tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD))
     pairs = rounded_dot(a * tl.exp2(anchor[None, :] - z), tl.trans(key), PRECISION)
     return tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
 
@@ -318,9 +316,8 @@ def _gather(
                     product += tl.sum(result * grads, 1)
                     store_rows(grad_exact, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
             expected += own * product
-            change = product * tl.sum(a, 1) - tl.sum(
-                by_row, 1
-            )  # product - expected, without its cancellation where own is near 1
+            # product - expected, without its cancellation where own is near 1
+            change = product * tl.sum(a, 1) - tl.sum(by_row, 1)
             tl.store(grad_gate + at, own * change, mask=rows < left)
         d_logits = a * (delta - expected[:, None])
         store_rows(grad_q, d_logits, start, left, head, latents, C, HEADS, LATENTS)

@@ -22,7 +22,7 @@ class _MacchiatoAttention(torch.autograd.Function):
         masses, befores, final_mass = latents.masses(theta, None)
         ready, (own, *_) = latents.prepare(q, theta, gate, masses, befores, backward=False)
         start = latents.starts(None, ready.k, v, ready.kept, reverse=False)
-        states, final_mean = latents.new_states(whole=True), latents.new_final()
+        states, final_mean = latents.new_states(), latents.new_final()
         latents.walk(start, None, ready.k, v, ready, states=states, final=final_mean)
         joined = Joined(latents.plan.chunks, ready.q, ready.scores, states, own)
         out, lse = band.forward(window_q, window_k, v, joined=joined)

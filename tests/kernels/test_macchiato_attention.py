@@ -5,24 +5,16 @@ Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too
 """
 
 import dataclasses
-import os
 
 import pytest
 import torch
+from comparison import BACKENDS, DTYPES, INTERPRETED, device, thinned
 
 from hf_linattn.kernels.latent_attention import EMPTY, latent_attention, latent_attention_reference
 from hf_linattn.kernels.macchiato_attention import macchiato_attention
 from hf_linattn.kernels.sliding_window_attention import sliding_window_attention, sliding_window_attention_reference
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-BACKENDS = ["torch", pytest.param("triton", marks=[] if INTERPRETED else pytest.mark.gpu)]
-DTYPES = {"torch": torch.float64, "triton": torch.float32}  # most precise
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
-
-
-def thinned(cases, step):
-    """Some of the cases where the interpreter makes each slow."""
-    return list(cases)[::step] if INTERPRETED else list(cases)
 
 
 @pytest.fixture(params=BACKENDS)
@@ -30,13 +22,9 @@ def backend(request):
     return request.param
 
 
-def device(backend):
-    return "cuda" if backend == "triton" and not INTERPRETED else "cpu"
-
-
-def inputs(batch, time, heads, kv_heads, latents, dim, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    shapes = dict(
+def shapes_of(heads, kv_heads, latents, dim):
+    """Of each tensor's last dimensions, in the order of the arguments."""
+    return dict(
         q=(heads, latents),
         theta=(kv_heads, latents),
         gate=(heads,),
@@ -44,7 +32,14 @@ def inputs(batch, time, heads, kv_heads, latents, dim, seed=0):
         window_k=(kv_heads, dim),
         v=(kv_heads, dim),
     )
-    return {n: torch.randn(batch, time, *s, generator=g, dtype=torch.float64) for n, s in shapes.items()}
+
+
+def inputs(batch, time, heads, kv_heads, latents, dim, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    return {
+        n: torch.randn(batch, time, *s, generator=g, dtype=torch.float64)
+        for n, s in shapes_of(heads, kv_heads, latents, dim).items()
+    }
 
 
 def split(tensors, start, end):
@@ -367,15 +362,7 @@ def test_published_sizes_in_bfloat16(heads, kv_heads, latents, dim, packed):
     options = dict(window=128)
     if packed:
         options["cu_seqlens"] = torch.tensor([0, 1300, 1300, 1301, 4000], device="cuda")
-    shapes = dict(
-        q=(heads, latents),
-        theta=(kv_heads, latents),
-        gate=(heads,),
-        window_q=(heads, dim),
-        window_k=(kv_heads, dim),
-        v=(kv_heads, dim),
-    )
-    tensors = {n: draw(batch, time, *s).bfloat16() for n, s in shapes.items()}
+    tensors = {n: draw(batch, time, *s).bfloat16() for n, s in shapes_of(heads, kv_heads, latents, dim).items()}
     weights = [
         draw(batch, time, heads, dim).bfloat16(),
         draw(batch, kv_heads, latents),
