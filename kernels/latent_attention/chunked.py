@@ -117,10 +117,8 @@ def latent_attention_chunked(
     if use_mass and mass_length is not None:
         absorbed = torch.logsumexp(z, dim=-1, keepdim=True)
         logits = logits - (absorbed - math.log(mass_length)).clamp(min=0)[:, :, :, None]
-    occupied = None
-    if not use_mass or gate is None:  # otherwise an empty latent's own mass keeps it out
-        occupied = (z > EMPTY / 2)[:, :, :, None]
-        logits = logits.masked_fill(~occupied, EMPTY)
+    occupied = (z > EMPTY / 2)[:, :, :, None]
+    logits = logits.masked_fill(~occupied, EMPTY)
     if gate is None:
         a = torch.softmax(logits, dim=-1)
     else:
@@ -129,8 +127,7 @@ def latent_attention_chunked(
         gate = gate.view(batch, n, chunk, kv_heads, heads // kv_heads).permute(0, 1, 3, 4, 2)
         a = torch.softmax(torch.cat([gate[..., None], logits], dim=-1), dim=-1)
         a0, a = a[..., 0], a[..., 1:]
-    if occupied is not None:
-        a = a * occupied
+    a = a * occupied
 
     z, v_group = z[:, :, :, None], v[:, :, :, None]
     theta = theta[:, :, :, None]

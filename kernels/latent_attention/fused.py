@@ -406,7 +406,8 @@ def _step(
         logits = tl.where(logits > OCCUPIED, logits * LOG2E, NOTHING)
         v_row = tl.load(v + at * DIM + values, mask=values < DIM, other=0.0).to(tl.float32)
         later = _add_logs(z, logits)
-        mean = mean * tl.exp2(z - later)[:, None] + _share(logits, later)[:, None] * v_row[None, :]
+        # a step towards the value: shares of old and new, rounded by themselves, would not add up to one
+        mean += _share(logits, later)[:, None] * (v_row[None, :] - mean)
         z = later
         for j in range(GROUP):
             head = kv_head * GROUP + j

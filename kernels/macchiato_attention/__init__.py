@@ -4,9 +4,11 @@
 import torch
 
 from ..dispatch import resolve_backend
-from ..latent_attention import MAX_STEPS, check_shapes, latent_attention, triton_limit
+from ..latent_attention import MAX_STEPS, check_shapes, latent_attention
+from ..latent_attention import triton_limit as latent_limit
 from ..packing import check_packed
 from ..sliding_window_attention import WindowState, sliding_window_attention
+from ..sliding_window_attention import triton_limit as window_limit
 
 __all__ = ["macchiato_attention"]
 
@@ -57,7 +59,8 @@ def macchiato_attention(
     fits = attention_mask is None and initial_state is None and q.shape[1] > MAX_STEPS
     chosen = "torch"  # "auto" waits until the joint kernels have run on a GPU
     if backend != "auto":
-        chosen = resolve_backend("macchiato_attention", backend, v.device, ("triton", "torch"), triton_limit(q, v))
+        limit = latent_limit(q, v) or window_limit(window_q)
+        chosen = resolve_backend("macchiato_attention", backend, v.device, ("triton", "torch"), limit)
     if chosen == "torch" or not fits:
         exact, _, after = sliding_window_attention(
             window_q,

@@ -11,12 +11,15 @@ from .state import WindowState, leaving_window
 
 __all__ = ["WindowState", "leaving_window", "sliding_window_attention", "sliding_window_attention_reference"]
 
-MAX_DIM = {
-    torch.float16: 256,
-    torch.bfloat16: 256,
-    torch.float32: 128,
-}  # a Triton program holds all channels of its queries
+MAX_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # a program holds all channels of its queries
 MAX_STEPS = 16  # so many tokens are too few for the tiles of a kernel
+
+
+def triton_limit(q: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot take these queries, if they cannot."""
+    if q.shape[3] <= MAX_DIM.get(q.dtype, 0):
+        return None
+    return f"its kernels take 256 channels in bfloat16 and float16 and 128 in float32, got {q.shape[3]} in {q.dtype}"
 
 
 def sliding_window_attention(
@@ -90,14 +93,9 @@ def sliding_window_attention(
             f"initial_state holds a window of {initial_state.key.shape[1]} and {initial_state.sink_key.shape[1]} sinks, "
             f"the call asks for {window} and {sinks}"
         )
-    limit = None
-    if q.shape[3] > MAX_DIM.get(q.dtype, 0):
-        limit = (
-            f"its kernels take 256 channels in bfloat16 and float16 and 128 in float32, got {q.shape[3]} in {q.dtype}"
-        )
     if backend == "auto" and sinks:
         backend = "torch"  # the kernel's part for sinks has run in Triton's interpreter only
-    chosen = resolve_backend("sliding_window_attention", backend, q.device, ("triton", "torch"), limit)
+    chosen = resolve_backend("sliding_window_attention", backend, q.device, ("triton", "torch"), triton_limit(q))
     run = sliding_window_attention_chunked
     if chosen == "triton" and (q.shape[1] > MAX_STEPS or cu_seqlens is not None):
         from .fused import sliding_window_attention_fused as run

@@ -26,7 +26,7 @@ from .state import WindowState
 NEVER = tl.constexpr(1 << 30)  # a position that no query reaches
 SINK_TILE = tl.constexpr(32)
 NOTHING = tl.constexpr(MASKED)
-VARYING = ["time", "past", "before", "after"]
+VARYING = ["total_tokens", "time", "past", "before", "after"]
 
 
 @triton.jit
@@ -130,14 +130,14 @@ def _forward(
     if SINKS > 0:
         far = queries if q_sink is None else load_rows(q_sink, queries_at, left, head, columns, M, HEADS, DIM)
         begin, end = _sink_rows(row, first, M, time, document)
-        stop = (end + 1) * SINKS
-        for s in tl.range(begin * SINKS, stop, SINK_TILE, num_stages=1):
-            since, until = _seen(visible, s + tl.arange(0, SINK_TILE), stop)
+        sinks_end = (end + 1) * SINKS
+        for s in tl.range(begin * SINKS, sinks_end, SINK_TILE, num_stages=1):
+            since, until = _seen(visible, s + tl.arange(0, SINK_TILE), sinks_end)
             keys = load_rows(
-                sink_k, tl.cast(s, tl.int64), stop - s, head // GROUP, columns, SINK_TILE, HEADS // GROUP, DIM
+                sink_k, tl.cast(s, tl.int64), sinks_end - s, head // GROUP, columns, SINK_TILE, HEADS // GROUP, DIM
             )
             values = load_rows(
-                sink_v, tl.cast(s, tl.int64), stop - s, head // GROUP, columns, SINK_TILE, HEADS // GROUP, DIM
+                sink_v, tl.cast(s, tl.int64), sinks_end - s, head // GROUP, columns, SINK_TILE, HEADS // GROUP, DIM
             )
             allowed = (at[:, None] >= since[None, :]) & (at[:, None] <= until[None, :])
             most, total, acc = _attend(
