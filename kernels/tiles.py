@@ -66,8 +66,17 @@ def tf32(x, PRECISION: tl.constexpr):
 
 @triton.jit
 def rounded_dot(a, b, PRECISION: tl.constexpr):
-    """Product of float32 operands."""
-    return tl.dot(tf32(a, PRECISION), tf32(b, PRECISION), input_precision=PRECISION)
+    """Product of float32 operands, rounded: the hardware drops the low 13 bits, of which half a step is added first."""
+    if PRECISION == "tf32":
+        a = (a.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _truncated(x):
+    """The high bits of float32, which a TF32 product sees."""
+    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -75,6 +84,15 @@ def selected_sums(mask, x, EXACT: tl.constexpr):
     """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
     if EXACT == "ieee":
         sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
+    elif x.shape[1] < 64:  # as below, with TF32: see `tile_width`
+        ones = mask.to(tl.float32)
+        high = _truncated(x.to(tl.float32))
+        sums = tl.dot(ones, high, input_precision="tf32")
+        if x.dtype != tl.bfloat16:
+            rest = x.to(tl.float32) - high
+            middle = _truncated(rest)
+            sums = tl.dot(ones, middle, sums, input_precision="tf32")
+            sums = tl.dot(ones, rest - middle, sums, input_precision="tf32")
     else:  # float32 is the sum of three bfloat16, whose products with one are exact
         ones = mask.to(tl.bfloat16)
         high = x.to(tl.bfloat16)

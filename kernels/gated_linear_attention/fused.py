@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..dispatch import needs_gradient
 from ..packing import document_borders
 from ..tiles import (
     CHUNK,
@@ -166,7 +167,6 @@ def _prepare(
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
     acc = tl.zeros((C, C), tl.float32)
-    own = tl.zeros((C,), tl.float32)
     least = 0.0
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
@@ -179,7 +179,6 @@ def _prepare(
         if CHANNEL:
             grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
             pairs = rounded_dot(faded, tl.trans(grown), PRECISION)
-            own += tl.sum(queries.to(tl.float32) * keys.to(tl.float32), 1)  # the largest weight where gates are strong
         else:
             pairs = dot(queries, tl.trans(keys), OPERAND, PRECISION)
         if CHANNEL and OPERAND == tl.bfloat16:
@@ -199,7 +198,6 @@ def _prepare(
             least = tl.minimum(least, tl.min(total, 0))
     if CHANNEL:
         tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
-        acc = tl.where(rows[:, None] == rows[None, :], own[:, None], acc)
     else:
         acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
@@ -229,7 +227,7 @@ def _prepare_strong(
         queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         keys = load_rows(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
         gates = load_rows(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
-        own += tl.sum(queries * keys, 1)
+        weight = tl.sum(queries * keys, 1)
         if head % GROUP == 0:
             log = _upto(gates, True, C, EXACT)
             ended = keys * tl.exp2(_after(gates, log, True, C, OPERAND, EXACT))
@@ -244,9 +242,11 @@ def _prepare_strong(
                 pairs = rounded_dot(queries * tl.exp2(log), tl.trans(keys * growth), PRECISION)
                 bounded = tl.min(log, 1) >= -BOUND
                 block = rows // size
-                same = (block[:, None] == block[None, :]) & (rows[:, None] > rows[None, :])
-                acc += tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
+                same = block[:, None] == block[None, :]
+                causal = rows[:, None] + (size == C) > rows[None, :]
+                acc += tl.where(same & causal & (pending & bounded)[:, None], pairs, 0.0)
                 pending = pending & (bounded == 0)
+                own += tl.where(pending & (size == C), weight, 0.0)  # of their weights the largest, so not rounded
                 waiting = tl.sum(pending.to(tl.int32), 0)
                 if waiting > 0:
                     decay = _to_middle(gates, size, C, EXACT)
@@ -254,7 +254,7 @@ def _prepare_strong(
                     late = rows % size >= size // 2
                     acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
                 size = size // 2
-    acc = tl.where(rows[:, None] == rows[None, :], own[:, None], acc)
+    acc += tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
@@ -575,8 +575,13 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
             BK=min(wide_k, 128), BV=min(wide_v, 128), num_warps=8 if min(wide_k, wide_v) > 64 else 4, num_stages=3
         ),
         join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
-        walk=dict(BK=wide_k, BV=walk_v, num_warps=8 if wide_k * walk_v > 8192 else 4, num_stages=2),
-        gradients=dict(BK=64, BV=min(wide_v, 64), num_warps=4, num_stages=3),
+        walk=dict(
+            BK=wide_k,
+            BV=walk_v,
+            num_warps=8 if wide_k * walk_v > 8192 else 4,
+            num_stages=3 if wide_k * walk_v <= 2048 else 2,
+        ),
+        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3),
     )
 
 
@@ -595,10 +600,20 @@ class Prepared(NamedTuple):
 class Recurrence:
     """A gated recurrence over one call's values, laid end to end: its tables, launches and walks, forward and in reverse.
 
-    `channel`: one gate per key channel, else per head.
+    `channel`: one gate per key channel, else per head. `forward_only`: no gradients are to come, whose passes take half of the
+    segments at a time.
     """
 
-    def __init__(self, v: torch.Tensor, heads: int, dim_k: int, channel: bool, scale: float, borders: tuple[int, ...]):
+    def __init__(
+        self,
+        v: torch.Tensor,
+        heads: int,
+        dim_k: int,
+        channel: bool,
+        scale: float,
+        borders: tuple[int, ...],
+        forward_only: bool = False,
+    ):
         self.v = v.contiguous()
         self.kv_heads, self.dim_v = v.shape[2:]
         self.heads, self.group, self.dim_k = heads, heads // self.kv_heads, dim_k
@@ -606,8 +621,10 @@ class Recurrence:
         self.precision = product_precision(v.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        segment = max(8 * CHUNK, triton.cdiv(self.tokens * tiles, 2 * processors(v.device) * CHUNK) * CHUNK)
-        self.plan = make_plan(borders, segment, v.device)
+        # as many programs as run at once: of a large state one on a processor
+        programs = processors(v.device) * (1 if forward_only and self.launch.walk["num_warps"] == 8 else 2)
+        segment = triton.cdiv(self.tokens, max(programs // tiles, 1) * CHUNK) * CHUNK
+        self.plan = make_plan(borders, max(segment, 8 * CHUNK), v.device)
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
@@ -728,8 +745,8 @@ def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepar
 
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, g, initial, scale, borders):
-        problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, scale, borders)
+    def forward(ctx, q, k, v, g, initial, scale, borders, forward_only):
+        problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, scale, borders, forward_only)
         # decayed queries are worth their memory where several programs would form them
         ready = _prepared(problem, q, k, g, queries=problem.dim_v > 2 * problem.launch.walk["BV"], rest=False)
         start = problem.starts(initial, ready.k, v, ready.kept, reverse=False)
@@ -757,7 +774,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         grad_v, grad_initial = problem.gradients(q, k, g, ready, start, grad_out, grad_final, grad_q, grad_k, grad_g)
         if not problem.channel:
             grad_g = grad_g.sum(0).to(g.dtype)
-        return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None
+        return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None, None
 
 
 def gated_linear_attention_step(
@@ -798,4 +815,5 @@ def gated_linear_attention_fused(
     borders = document_borders(*q.shape[:2], cu_seqlens)
     initial_state = None if initial_state is None else initial_state.float().contiguous()
     q, k, v, log_decay = (x.contiguous() for x in (q, k, v, log_decay))
-    return _GatedLinearAttention.apply(q, k, v, log_decay, initial_state, scale, borders)
+    forward_only = not needs_gradient(q, k, v, log_decay, initial_state)
+    return _GatedLinearAttention.apply(q, k, v, log_decay, initial_state, scale, borders, forward_only)

@@ -39,8 +39,8 @@ LEVELS = tl.constexpr(CHUNK.bit_length())
 SPREAD = tl.constexpr(43.0)  # in log2, 30 nats
 NOTHING = tl.constexpr(EMPTY)
 OCCUPIED = tl.constexpr(EMPTY / 2)
-COLUMNS = 128  # latents of all heads, side by side, that one program takes
-STAGES = 4  # rows whose loads are under way
+COLUMNS = 64  # latents of all heads, side by side, that one program takes
+STAGES = 8  # rows whose loads are under way
 
 
 @triton.jit
