@@ -185,3 +185,10 @@ def product_precision(dtype: torch.dtype) -> dict:
 
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def has_ample_memory(device: torch.device) -> bool:
+    """Whether a program has as much shared memory as on an A100 (163 KiB); consumers' GPUs have 99 KiB."""
+    if device.type != "cuda":
+        return True
+    return triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"] >= 160 * 1024

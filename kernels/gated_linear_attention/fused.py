@@ -26,6 +26,7 @@ from ..tiles import (
     CHUNK,
     LOG2E,
     dot,
+    has_ample_memory,
     join_segments,
     load_rows,
     load_state,
@@ -556,16 +557,16 @@ class _Launch(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
-    """Measured on an H200 in bfloat16 at 16 heads of 128 x 128 and 4 heads of 256 x 512; float32 fits, unmeasured."""
+def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
+    """Measured on an H200 in bfloat16 at 16 heads of 128 x 128 and 4 heads of 256 x 512; float32 fits, unmeasured. Where shared
+    memory is not `ample`, walks do without loads under way."""
     wide_k, wide_v = tile_width(dim_k), tile_width(dim_v)
     if itemsize == 4:
-        walk_v = min(wide_v, max(32, 4096 // wide_k))
         return _Launch(
             prepare=dict(BK=min(wide_k, 32), num_warps=4, num_stages=1),
             totals=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=1),
             join=dict(BK=16, BV=min(wide_v, 64), num_warps=4),
-            walk=dict(BK=wide_k, BV=walk_v, num_warps=4, num_stages=1),
+            walk=dict(BK=wide_k, BV=32, num_warps=8, num_stages=1),
             gradients=dict(BK=min(wide_k, 32), BV=min(wide_v, 32), num_warps=4, num_stages=1),
         )
     walk_v = min(wide_v, 128, max(32, 16384 // wide_k))
@@ -579,7 +580,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int) -> _Launch:
             BK=wide_k,
             BV=walk_v,
             num_warps=8 if wide_k * walk_v > 8192 else 4,
-            num_stages=3 if wide_k * walk_v <= 2048 else 2,
+            num_stages=1 if not ample else 3 if wide_k * walk_v <= 2048 else 2,
         ),
         gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3),
     )
@@ -600,8 +601,8 @@ class Prepared(NamedTuple):
 class Recurrence:
     """A gated recurrence over one call's values, laid end to end: its tables, launches and walks, forward and in reverse.
 
-    `channel`: one gate per key channel, else per head. `forward_only`: no gradients are to come, whose passes take half of the
-    segments at a time.
+    `channel`: one gate per key channel, else per head. `forward_only`: no gradients are to come, which are formed for half of
+    the segments at a time.
     """
 
     def __init__(
@@ -619,12 +620,14 @@ class Recurrence:
         self.heads, self.group, self.dim_k = heads, heads // self.kv_heads, dim_k
         self.channel, self.scale, self.tokens = channel, scale, v.shape[0] * v.shape[1]
         self.precision = product_precision(v.dtype)
-        self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize)
+        self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize, has_ample_memory(v.device))
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        # as many programs as run at once: of a large state one on a processor
-        programs = processors(v.device) * (1 if forward_only and self.launch.walk["num_warps"] == 8 else 2)
-        segment = triton.cdiv(self.tokens, max(programs // tiles, 1) * CHUNK) * CHUNK
-        self.plan = make_plan(borders, max(segment, 8 * CHUNK), v.device)
+        # two programs a processor; of large states one, if that leaves every document whole and nothing to join
+        for programs in (1, 2) if forward_only and self.launch.walk["num_warps"] == 8 else (2,):
+            segment = triton.cdiv(self.tokens, max(programs * processors(v.device) // tiles, 1) * CHUNK) * CHUNK
+            self.plan = make_plan(borders, max(segment, 8 * CHUNK), v.device)
+            if not self.plan.joined:
+                break
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 

@@ -67,7 +67,7 @@ def latent_attention(
         attention_mask: (B, T), zero where a token must not be absorbed.
         cu_seqlens: (documents + 1,), borders of documents packed in one row; excludes `initial_state`.
         initial_state: (z (B, H_kv, L), M (B, H_kv, L, d)) from an earlier call.
-        backend: "auto", "triton" or "torch"; "auto" takes PyTorch until these Triton kernels have run on a GPU.
+        backend: "auto", "triton" or "torch".
 
     Returns:
         Output (B, T, H, d) in v's dtype, and the final (z, M) in float32 (float64 for float64 inputs), `None` when packed.
@@ -99,8 +99,6 @@ def latent_attention(
     )
     gradients = needs_gradient(*tensors, gate, gate_value, *(initial_state or ()))
     few = cu_seqlens is None and q.shape[1] <= MAX_STEPS and not gradients
-    if backend == "auto":
-        backend = "torch"  # the kernels have run in Triton's interpreter only
     if resolve_backend("latent_attention", backend, q.device, ("triton", "torch"), triton_limit(q, v)) == "torch":
         out, state = latent_attention_chunked(
             *tensors, **options, attention_mask=attention_mask, cu_seqlens=cu_seqlens

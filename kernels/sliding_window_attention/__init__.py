@@ -58,7 +58,7 @@ def sliding_window_attention(
         cu_seqlens: (documents + 1,), borders of documents packed in one row; excludes `initial_state`.
         initial_state: state returned by the call on the tokens before.
         causal: if false, a query sees the keys up to `window // 2` positions before and after it, without sinks or state.
-        backend: "auto", "triton" or "torch"; "auto" takes PyTorch where there are sinks.
+        backend: "auto", "triton" or "torch".
 
     Returns:
         Output (B, T, H, d); log-sum-exp of the scores (B, T, H) in float32 (float64 for float64 inputs), -1e30 in rows that
@@ -93,8 +93,6 @@ def sliding_window_attention(
             f"initial_state holds a window of {initial_state.key.shape[1]} and {initial_state.sink_key.shape[1]} sinks, "
             f"the call asks for {window} and {sinks}"
         )
-    if backend == "auto" and sinks:
-        backend = "torch"  # the kernel's part for sinks has run in Triton's interpreter only
     chosen = resolve_backend("sliding_window_attention", backend, q.device, ("triton", "torch"), triton_limit(q))
     run = sliding_window_attention_chunked
     if chosen == "triton" and (q.shape[1] > MAX_STEPS or cu_seqlens is not None):

@@ -364,7 +364,9 @@ def _launch(dim: int, itemsize: int) -> _Launch:
     few = 64 if wide <= 64 else 32  # sums fill the registers
     if wide > 128:
         return _Launch(
-            tiles | dict(N=few), tiles | dict(N=few, SLAB=few, num_stages=1), tiles | dict(M=few, SLAB=128, num_stages=1)
+            tiles | dict(N=few),
+            tiles | dict(N=few, SLAB=few, num_stages=1),
+            tiles | dict(M=few, SLAB=128, num_stages=1),
         )
     tiles["num_stages"] = 3
     return _Launch(tiles, tiles | dict(N=few, SLAB=few), tiles | dict(M=few, SLAB=min(wide, 128)))

@@ -375,7 +375,9 @@ def test_constants_do_not_drift_behind_a_long_text(length, backend):
     out, (z, mean) = run(tensors, backend, torch.float32)
     for x in (out, mean):
         torch.testing.assert_close(x.cpu(), torch.ones_like(x.cpu()), rtol=0, atol=2e-5)
-    if length <= MAX_STEPS and backend == "triton":  # a text's tokens each in a call of its own, so nothing may be lost
+    if (
+        length <= MAX_STEPS and backend == "triton"
+    ):  # a text's tokens each in a call of its own, so nothing may be lost
         assert torch.equal(mean.cpu(), torch.ones_like(mean.cpu()))
 
 
