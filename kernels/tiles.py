@@ -14,6 +14,9 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
+# Columns of a second operand in 16 bits. With 32, the ptxas that Triton 3.6 brings takes such operands from where a uniform
+# register points that nobody has written, found by compute-sanitizer and in the machine code; wider ones were right throughout.
+HALF_WIDTH = 64
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -84,7 +87,7 @@ def selected_sums(mask, x, EXACT: tl.constexpr):
     """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
     if EXACT == "ieee":
         sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    elif x.shape[1] < 64:  # as below, with TF32: see `tile_width`
+    elif x.shape[1] < 64:  # as below with TF32, see HALF_WIDTH
         ones = mask.to(tl.float32)
         high = _truncated(x.to(tl.float32))
         sums = tl.dot(ones, high, input_precision="tf32")

@@ -24,6 +24,7 @@ from ..dispatch import needs_gradient
 from ..packing import document_borders
 from ..tiles import (
     CHUNK,
+    HALF_WIDTH,
     LOG2E,
     dot,
     has_ample_memory,
@@ -569,7 +570,8 @@ def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
             walk=dict(BK=wide_k, BV=32, num_warps=8, num_stages=1),
             gradients=dict(BK=min(wide_k, 32), BV=min(wide_v, 32), num_warps=4, num_stages=1),
         )
-    walk_v = min(wide_v, 128, max(32, 16384 // wide_k))
+    wide_v = max(wide_v, HALF_WIDTH)
+    walk_v = min(wide_v, 128, max(HALF_WIDTH, 16384 // wide_k))
     return _Launch(
         prepare=dict(BK=min(wide_k, 64), num_warps=4, num_stages=3),
         totals=dict(

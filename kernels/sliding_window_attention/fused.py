@@ -19,7 +19,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ..packing import document_index
-from ..tiles import CHUNK, INTERPRETED, LOG2E, dot, load_rows, load_state, store_rows, tile_width
+from ..tiles import CHUNK, HALF_WIDTH, INTERPRETED, LOG2E, dot, load_rows, load_state, store_rows, tile_width
 from .reference import MASKED
 from .state import WindowState
 
@@ -361,6 +361,7 @@ def _launch(dim: int, itemsize: int) -> _Launch:
     if itemsize == 4:
         tiles = dict(M=32, N=32, D=wide, num_warps=8, num_stages=1)
         return _Launch(tiles, tiles | dict(SLAB=min(wide, 64)), tiles | dict(SLAB=min(wide, 64)))
+    tiles["D"] = wide = max(wide, HALF_WIDTH)
     few = 64 if wide <= 64 else 32  # sums fill the registers
     if wide > 128:
         return _Launch(
