@@ -112,13 +112,6 @@ def _load_logit_row(theta, row, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _load_logit_rows(theta, start, rows, end, columns, WIDTH: tl.constexpr):
-    at = theta + (start + rows).to(tl.int64)[:, None] * WIDTH + columns[None, :]
-    x = tl.load(at, mask=(start + rows < end)[:, None] & (columns < WIDTH)[None, :], other=NOTHING).to(tl.float32)
-    return tl.where(x > OCCUPIED, x * LOG2E, NOTHING)
-
-
-@triton.jit
 def _sum_chunks(theta, sums, chunks, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Log-sum-exp of each chunk's logits, latents of all heads side by side."""
     n = tl.program_id(0)
@@ -140,62 +133,37 @@ def _chunks_of(document, documents, segments, C: tl.constexpr):
 
 
 @triton.jit
-def _sum_upto(x, INCLUSIVE: tl.constexpr):
-    """Of each row, log2 of what it (if inclusive) and the rows above sum to; x (rows, columns), of few rows."""
-    rows = tl.arange(0, x.shape[0])
-    taken = rows[:, None] >= rows[None, :] if INCLUSIVE else rows[:, None] > rows[None, :]
-    terms = tl.where(taken[:, :, None], x[None, :, :], NOTHING)
-    top = tl.max(terms, 1)
-    return top + tl.log2(tl.sum(tl.exp2(terms - top[:, None, :]), 1))
-
-
-@triton.jit
 def _carry(
     sums, initial, befores, final, documents, segments,
-    WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Masses before each chunk of a document, and after its last; ROWS chunks at a time."""
+    """Masses before each chunk of a document, and after its last."""
     document = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first, count = _chunks_of(document, documents, segments, C)
     z = tl.full((BLOCK,), NOTHING, tl.float32)
     if initial is not None:
         z = _load_row(initial, document, columns, WIDTH)
-    rows = tl.arange(0, ROWS)
-    for n in tl.range(first, first + count, ROWS, num_stages=STAGES):
-        left = first + count - n
-        tile = (n + rows)[:, None] * WIDTH + columns[None, :]
-        total = tl.load(sums + tile, mask=(rows < left)[:, None] & (columns < WIDTH)[None, :], other=NOTHING)
-        after = _add_logs(z[None, :], _sum_upto(total, True))
+    for n in tl.range(first, first + count, num_stages=STAGES):
+        total = _load_row(sums, n, columns, WIDTH)
         tl.store(befores + n * WIDTH + columns, z, mask=columns < WIDTH)
-        tl.store(befores + WIDTH + tile, after, mask=(rows + 1 < left)[:, None] & (columns < WIDTH)[None, :])
-        z = tl.sum(tl.where((rows == ROWS - 1)[:, None], after, 0.0), 0)
+        z = _add_logs(z, total)
     tl.store(final + document * WIDTH + columns, z, mask=columns < WIDTH)
 
 
 @triton.jit
-def _accumulate(
-    theta, befores, masses, chunks,
-    WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """z of each row of a chunk: log-sum-exp of the logits up to it and of what came before the chunk. Runs of ROWS rows side by
-    side, twice: their sums first."""
+def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """z of each row of a chunk: log-sum-exp of the logits up to it and of what came before the chunk."""
     n = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
-    runs: tl.constexpr = C // ROWS
-    rows = tl.arange(0, runs) * ROWS
-    inside = tl.full((runs, BLOCK), NOTHING, tl.float32)
-    for r in tl.range(ROWS, num_stages=STAGES):
-        inside = _add_logs(inside, _load_logit_rows(theta, start, rows + r, end, columns, WIDTH))
-    # the chunk's sum by itself: equal steps of a large one would all be rounded the same way
-    inside = _sum_upto(inside, False)
     before = _load_row(befores, n, columns, WIDTH)
-    for r in tl.range(ROWS, num_stages=STAGES):
-        inside = _add_logs(inside, _load_logit_rows(theta, start, rows + r, end, columns, WIDTH))
-        into = masses + (start + rows + r).to(tl.int64)[:, None] * WIDTH + columns[None, :]
-        inner = (start + rows + r < end)[:, None] & (columns < WIDTH)[None, :]
-        tl.store(into, _add_logs(before[None, :], inside), mask=inner)
+    # the chunk's sum by itself: equal steps of a large one would all be rounded the same way
+    inside = tl.full((BLOCK,), NOTHING, tl.float32)
+    for t in tl.range(start, end, num_stages=STAGES):
+        inside = _add_logs(inside, _load_logit_row(theta, t, columns, WIDTH))
+        z = _add_logs(before, inside)
+        tl.store(masses + tl.cast(t, tl.int64) * WIDTH + columns, z, mask=columns < WIDTH)
 
 
 @triton.jit
@@ -486,24 +454,31 @@ class Latents(Recurrence):
     def new(self, *shape: int) -> torch.Tensor:
         return torch.empty(*shape, dtype=torch.float32, device=self.v.device)
 
-    def columns(self, kernel, rows: int, *arguments, most: int = COLUMNS, num_warps: int = 1, **options) -> None:
-        """Launch a kernel over `rows` chunks or documents and the latents of all heads, side by side, `most` in a program."""
-        block = min(most, triton.next_power_of_2(self.width))
+    def columns(self, kernel, rows: int, *arguments, num_warps: int = 1, **options) -> None:
+        """Launch a kernel over `rows` chunks or documents and the latents of all heads, side by side."""
+        block = min(COLUMNS, triton.next_power_of_2(self.width))
         grid = rows, triton.cdiv(self.width, block)
         kernel[grid](*arguments, WIDTH=self.width, BLOCK=block, num_warps=num_warps, **options)
 
     def masses(self, theta, initial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """z of every token, before every chunk and at the end of every document."""
         plan, held = self.plan, (self.kv_heads, self.dim_k)
-        chunks, documents = len(plan.chunks), len(plan.documents)
-        sums, befores = (self.new(chunks, *held) for _ in range(2))
-        masses, final = self.new(*theta.shape), self.new(documents, *held)
-        warps = dict(C=CHUNK, num_warps=4)
-        self.columns(_sum_chunks, chunks, theta, sums, plan.chunks, **warps)
+        sums, befores = (self.new(len(plan.chunks), *held) for _ in range(2))
+        masses, final = self.new(*theta.shape), self.new(len(plan.documents), *held)
+        self.columns(_sum_chunks, len(plan.chunks), theta, sums, plan.chunks, C=CHUNK, num_warps=4)
         self.columns(
-            _carry, documents, sums, initial, befores, final, plan.documents, plan.segments, ROWS=16, most=32, STAGES=2, **warps
-        )  # fmt: skip
-        self.columns(_accumulate, chunks, theta, befores, masses, plan.chunks, ROWS=8, STAGES=2, **warps)
+            _carry,
+            len(plan.documents),
+            sums,
+            initial,
+            befores,
+            final,
+            plan.documents,
+            plan.segments,
+            C=CHUNK,
+            STAGES=STAGES,
+        )
+        self.columns(_accumulate, len(plan.chunks), theta, befores, masses, plan.chunks, STAGES=STAGES)
         return masses, befores, final
 
     def prepare(
