@@ -25,7 +25,7 @@ def _obstacle(
     if "triton" not in available:
         return "it has no Triton kernel in this release", "use backend='torch'"
     if limit is not None:
-        return limit, "use backend='torch'"
+        return limit, "choose sizes within these limits, or pass backend='torch' where you call it"
     if explicit and _interpreted():
         return None
     if device.type != "cuda":

@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 
 CHUNK = 64
-# Columns of a second operand in 16 bits. With 32, the ptxas that Triton 3.6 brings takes such operands from where a uniform
-# register points that nobody has written, found by compute-sanitizer and in the machine code; wider ones were right throughout.
-HALF_WIDTH = 64
+# Least columns of a product's second operand of 16 bits that is not transposed. With 32, the ptxas that Triton 3.6 brings takes
+# such an operand from where a uniform register points that nobody has written: compute-sanitizer stopped there, and the machine
+# code shows it. Transposed ones, TF32 and wider ones were right in all kernels looked through.
+HALF_WIDTH = tl.constexpr(64)
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -59,20 +60,25 @@ def dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def _half_a_step_up(x):
+    """Bits of float32 after which dropping the low 13 rounds; those of a NaN stay one."""
+    return tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000
+
+
+@triton.jit
 def tf32(x, PRECISION: tl.constexpr):
     """x rounded to what a TF32 product sees of it; by itself the hardware truncates, which makes every product smaller."""
     if PRECISION == "tf32":
-        bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-        x = bits.to(tl.float32, bitcast=True)
+        x = (_half_a_step_up(x) & -0x2000).to(tl.float32, bitcast=True)
     return x
 
 
 @triton.jit
 def rounded_dot(a, b, PRECISION: tl.constexpr):
-    """Product of float32 operands, rounded: the hardware drops the low 13 bits, of which half a step is added first."""
+    """Product of float32 operands, rounded: the hardware itself drops the low bits."""
     if PRECISION == "tf32":
-        a = (a.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
-        b = (b.to(tl.int32, bitcast=True) + 0x1000).to(tl.float32, bitcast=True)
+        a = _half_a_step_up(a).to(tl.float32, bitcast=True)
+        b = _half_a_step_up(b).to(tl.float32, bitcast=True)
     return tl.dot(a, b, input_precision=PRECISION)
 
 
@@ -87,12 +93,12 @@ def selected_sums(mask, x, EXACT: tl.constexpr):
     """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
     if EXACT == "ieee":
         sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    elif x.shape[1] < 64:  # as below with TF32, see HALF_WIDTH
+    elif x.shape[1] < HALF_WIDTH:  # as below with TF32
         ones = mask.to(tl.float32)
         high = _truncated(x.to(tl.float32))
         sums = tl.dot(ones, high, input_precision="tf32")
-        if x.dtype != tl.bfloat16:
-            rest = x.to(tl.float32) - high
+        if x.dtype == tl.float32:  # 16 bits are in the first part
+            rest = x - high
             middle = _truncated(rest)
             sums = tl.dot(ones, middle, sums, input_precision="tf32")
             sums = tl.dot(ones, rest - middle, sums, input_precision="tf32")
@@ -190,6 +196,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
+@functools.lru_cache(maxsize=64)
 def has_ample_memory(device: torch.device) -> bool:
     """Whether a program has as much shared memory as on an A100 (163 KiB); consumers' GPUs have 99 KiB."""
     if device.type != "cuda":

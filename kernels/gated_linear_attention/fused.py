@@ -26,6 +26,7 @@ from ..tiles import (
     CHUNK,
     HALF_WIDTH,
     LOG2E,
+    Plan,
     dot,
     has_ample_memory,
     join_segments,
@@ -199,7 +200,8 @@ def _prepare(
         if CHANNEL:
             least = tl.minimum(least, tl.min(total, 0))
     if CHANNEL:
-        tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND).to(tl.int32))
+        # a little early: sums of the same gates in another order may lie on the other side of the bound
+        tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND + 0.001).to(tl.int32))
     else:
         acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
@@ -559,8 +561,8 @@ class _Launch(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
-    """Measured on an H200 in bfloat16 at 16 heads of 128 x 128 and 4 heads of 256 x 512; float32 fits, unmeasured. Where shared
-    memory is not `ample`, walks do without loads under way."""
+    """Measured on an H200 in bfloat16 at 16 heads of 128 x 128, 4 of 256 x 512 and as latents use it (16 x 64, 128 and 256);
+    float32 fits, unmeasured. Where shared memory is not `ample`, walks do without loads under way."""
     wide_k, wide_v = tile_width(dim_k), tile_width(dim_v)
     if itemsize == 4:
         return _Launch(
@@ -570,8 +572,8 @@ def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
             walk=dict(BK=wide_k, BV=32, num_warps=8, num_stages=1),
             gradients=dict(BK=min(wide_k, 32), BV=min(wide_v, 32), num_warps=4, num_stages=1),
         )
-    wide_v = max(wide_v, HALF_WIDTH)
-    walk_v = min(wide_v, 128, max(HALF_WIDTH, 16384 // wide_k))
+    wide_v = max(wide_v, HALF_WIDTH.value)
+    walk_v = min(wide_v, 128, 16384 // wide_k)
     return _Launch(
         prepare=dict(BK=min(wide_k, 64), num_warps=4, num_stages=3),
         totals=dict(
@@ -624,14 +626,20 @@ class Recurrence:
         self.precision = product_precision(v.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize, has_ample_memory(v.device))
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        # two programs a processor; of large states one, if that leaves every document whole and nothing to join
-        for programs in (1, 2) if forward_only and self.launch.walk["num_warps"] == 8 else (2,):
-            segment = triton.cdiv(self.tokens, max(programs * processors(v.device) // tiles, 1) * CHUNK) * CHUNK
-            self.plan = make_plan(borders, max(segment, 8 * CHUNK), v.device)
-            if not self.plan.joined:
-                break
+        self.plan = self.make_plan(borders, 2 * processors(v.device) // tiles)
+        if forward_only and self.plan.joined and self.launch.walk["BK"] * self.launch.walk["BV"] > 8192:
+            # one program, whose state is that large, runs on a processor at a time: where documents fill these unsplit, nothing
+            # is to join
+            whole = self.make_plan(borders, processors(v.device) // tiles)
+            if not whole.joined and 4 * len(whole.segments) * tiles >= 3 * processors(v.device):
+                self.plan = whole
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
+
+    def make_plan(self, borders: tuple[int, ...], segments: int) -> Plan:
+        """Tables for about so many segments."""
+        length = triton.cdiv(self.tokens, max(segments, 1) * CHUNK) * CHUNK
+        return make_plan(borders, max(length, 8 * CHUNK), self.v.device)
 
     def new_prepared(self, queries: bool, rest: bool) -> Prepared:
         """Room for what walks take."""

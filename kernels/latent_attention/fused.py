@@ -40,7 +40,7 @@ SPREAD = tl.constexpr(43.0)  # in log2, 30 nats
 NOTHING = tl.constexpr(EMPTY)
 OCCUPIED = tl.constexpr(EMPTY / 2)
 COLUMNS = 64  # latents of all heads, side by side, that one program takes
-STAGES = 8  # rows whose loads are under way
+STAGES = 8  # rows or chunks whose loads are under way
 
 
 @triton.jit
@@ -249,7 +249,7 @@ def _prepare(
     z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
     a, own = _weights(q, gate, z, start, left, columns, heads, log_length, HEADS, width, MASS, C, P)
     if FAR:
-        for i in range(P):  # not unrolled: compiled for a second once, and seldom run
+        for i in range(P):  # unrolled, it would compile much longer, and it seldom runs
             of_head = tl.where((part == i)[None, :], a, 0.0)
             pairs = _near_pairs(of_head, z, anchor, logits, C, PRECISION)
             pairs = _far_pairs(pairs, of_head, z, anchor, logits, C, PRECISION, EXACT)

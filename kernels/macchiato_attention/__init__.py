@@ -32,7 +32,7 @@ def macchiato_attention(
 
     window_t is softmax attention to the last `window` tokens, M_tl the mean of all values so far, weighted by
     exp(theta_sl). The same as `sliding_window_attention` followed by `latent_attention`; on a GPU, without padding and
-    state, more than 16 tokens run in one pass that does not write the window's output.
+    state, more than 16 tokens of sizes that both kernels take run in one pass, which does not write the window's output.
 
     Args:
         q: latent logits of the queries, (B, T, H, L).
@@ -58,8 +58,9 @@ def macchiato_attention(
     latents, before = (None, None) if initial_state is None else initial_state
     fits = attention_mask is None and initial_state is None and q.shape[1] > MAX_STEPS
     limit = latent_limit(q, v) or window_limit(window_q)
-    chosen = resolve_backend("macchiato_attention", backend, v.device, ("triton", "torch"), limit)
-    if chosen == "torch" or not fits:
+    if backend == "auto" and limit is not None:
+        fits = False  # each operator chooses, and warns, for itself
+    if not fits or resolve_backend("macchiato_attention", backend, v.device, ("triton", "torch"), limit) == "torch":
         exact, _, after = sliding_window_attention(
             window_q,
             window_k,

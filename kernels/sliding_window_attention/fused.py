@@ -361,7 +361,7 @@ def _launch(dim: int, itemsize: int) -> _Launch:
     if itemsize == 4:
         tiles = dict(M=32, N=32, D=wide, num_warps=8, num_stages=1)
         return _Launch(tiles, tiles | dict(SLAB=min(wide, 64)), tiles | dict(SLAB=min(wide, 64)))
-    tiles["D"] = wide = max(wide, HALF_WIDTH)
+    tiles["D"] = wide = max(wide, HALF_WIDTH.value)
     few = 64 if wide <= 64 else 32  # sums fill the registers
     if wide > 128:
         return _Launch(

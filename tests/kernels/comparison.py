@@ -39,13 +39,14 @@ def close(a, b, tolerance, name="it"):
     assert (a - b).norm() <= tolerance * b.norm() + 1e-30, f"{name}: relative error {(a - b).norm() / b.norm():.1e}"
 
 
-def all_close(found, expected, tolerance):
-    """Each within its own size; one that is zero but for rounding, as against the largest, whose rounding is left in it."""
+def all_close(found, expected, tolerance, rounded=()):
+    """Each within its own size; those named in `rounded` are zero but for the rounding of larger terms, and may be as small as
+    that of the largest."""
     assert found.keys() == expected.keys()
-    largest = max(x.detach().double().norm().item() for x in expected.values())
+    largest = max(x.detach().cpu().double().norm() for x in expected.values())
     for name, value in found.items():
-        size = expected[name].detach().double().norm().item()
-        if size < 1e-12 * largest:
-            assert value.detach().double().norm() <= tolerance * largest, f"{name}: {value.norm():.1e} instead of 0"
+        if name in rounded:
+            assert value.shape == expected[name].shape and expected[name].norm() <= 1e-12 * largest
+            assert value.norm() <= tolerance * largest, f"{name}: {value.norm():.1e} in place of 0"
         else:
             close(value, expected[name], tolerance, name)

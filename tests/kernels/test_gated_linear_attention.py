@@ -457,6 +457,44 @@ def test_published_sizes_in_bfloat16(heads, kv_heads, dim_k, dim_v, strength):
         assert difference <= 5e-3 * size, f"{name}: relative error {difference / size:.1e}"
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="too large for the interpreter")
+@pytest.mark.parametrize(("heads", "dim_k", "dim_v", "batch"), [(16, 128, 128, 8), (4, 256, 512, 4)])
+def test_without_gradients_at_published_sizes(heads, dim_k, dim_v, batch):
+    """Rows that fill the GPU unsplit are walked as a whole where no gradient is to come."""
+    from hf_linattn.kernels.gated_linear_attention.fused import Recurrence
+
+    g = torch.Generator("cuda").manual_seed(0)
+    draw = lambda dim: torch.randn(batch, 1000, heads, dim, generator=g, device="cuda")  # noqa: E731
+    tensors = [draw(dim).bfloat16() for dim in (dim_k, dim_k, dim_v)]
+    tensors.append((F.logsigmoid(draw(dim_k)) / 16).bfloat16())
+    borders = tuple(range(0, 1000 * batch + 1, 1000))
+    plans = [Recurrence(tensors[2], heads, dim_k, True, 1.0, borders, alone).plan for alone in (False, True)]
+    assert [plan.joined for plan in plans] == [True, False]
+    out, state = gated_linear_attention(*tensors)
+    exact, exact_state = gated_linear_attention(*(x.double() for x in tensors), backend="torch")
+    close(out, exact, 5e-3)
+    close(state, exact_state, 5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="rounding of operands that the interpreter does not do")
+@pytest.mark.parametrize("name", [0, 1])
+def test_nan_in_queries_and_keys_is_seen_from_its_token_on(name):
+    tensors = [torch.randn(1, 64, 2, 64, device="cuda").bfloat16() for _ in range(3)]
+    tensors.append(F.logsigmoid(torch.randn(1, 64, 2, 64, device="cuda")).bfloat16())
+    tensors[name][0, 10, 0, 0] = torch.nan
+    out, _ = gated_linear_attention(*tensors)
+    assert out[:, :10].isfinite().all() and out[:, 10, 0].isnan().all()
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_walks_load_nothing_ahead_where_shared_memory_is_small(dim):
+    fused = pytest.importorskip("hf_linattn.kernels.gated_linear_attention.fused")
+    stages = [fused._launch(dim, dim, 2, ample).walk["num_stages"] for ample in (False, True)]
+    assert stages == [1, 2]
+
+
 def test_the_same_bits_every_time(backend):
     tensors = inputs(1, 130, 4, 2, 5, 3)
     first, second = (differentiate(lambda t: run(t, backend, torch.float32), tensors) for _ in range(2))

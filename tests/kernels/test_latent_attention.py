@@ -133,7 +133,8 @@ def matches_the_definition(tensors, backend, dtype=None, tolerance=None, leave_o
     tensors = rounded(tensors, dtype)
     found = differentiate(lambda t, **o: run(t, backend, dtype, **o), tensors, leave_out, **options)
     expected = differentiate(definition, tensors, leave_out, **options)
-    all_close(found, expected, tolerance or TOLERANCES[dtype])
+    alone = tensors["q"].shape[1] == 1 and "gate" not in tensors and "z" not in tensors
+    all_close(found, expected, tolerance or TOLERANCES[dtype], ["q"] if alone else [])  # a choice among equal values
     return found
 
 
@@ -375,9 +376,8 @@ def test_constants_do_not_drift_behind_a_long_text(length, backend):
     out, (z, mean) = run(tensors, backend, torch.float32)
     for x in (out, mean):
         torch.testing.assert_close(x.cpu(), torch.ones_like(x.cpu()), rtol=0, atol=2e-5)
-    if (
-        length <= MAX_STEPS and backend == "triton"
-    ):  # a text's tokens each in a call of its own, so nothing may be lost
+    if length <= MAX_STEPS and backend == "triton":
+        # each token of a text may come in a call of its own, so nothing may be lost
         assert torch.equal(mean.cpu(), torch.ones_like(mean.cpu()))
 
 
