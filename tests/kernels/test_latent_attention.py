@@ -133,8 +133,9 @@ def matches_the_definition(tensors, backend, dtype=None, tolerance=None, leave_o
     tensors = rounded(tensors, dtype)
     found = differentiate(lambda t, **o: run(t, backend, dtype, **o), tensors, leave_out, **options)
     expected = differentiate(definition, tensors, leave_out, **options)
-    alone = tensors["q"].shape[1] == 1 and "gate" not in tensors and "z" not in tensors
-    all_close(found, expected, tolerance or TOLERANCES[dtype], ["q"] if alone else [])  # a choice among equal values
+    # a choice among equal values, in which PyTorch is exact
+    alone = backend == "triton" and tensors["q"].shape[1] == 1 and not {"gate", "z"} & tensors.keys()
+    all_close(found, expected, tolerance or TOLERANCES[dtype], ["q"] if alone else [], beside="v")
     return found
 
 

@@ -97,12 +97,13 @@ def matches_the_definition(tensors, backend, dtype=None, **options):
     tensors = {n: t.to(dtype).double() for n, t in tensors.items()}
     found = differentiate(lambda t, **o: run(t, backend, dtype, **o), tensors, **options)
     expected = differentiate(definition, tensors, **options)
+    single = backend == "triton" and tensors["q"].shape[1] == 1  # PyTorch is exact there
     rounded = []
-    if options["window"] == 1 or len(tensors["q"][0]) == 1:  # a choice of one
+    if options["window"] == 1 or single:  # a choice of one: whatever the scores, but for rounding
         rounded += ["d window_q", "d window_k"]
-    if len(tensors["q"][0]) == 1:  # or among equal values
+    if single:  # among equal values
         rounded += ["d q", "d gate"]
-    all_close(found, expected, TOLERANCES[dtype], rounded)
+    all_close(found, expected, TOLERANCES[dtype], rounded, beside="d v")
     return found
 
 
