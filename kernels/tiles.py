@@ -61,25 +61,8 @@ def dot(a, b, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def _half_a_step_up(x):
-    """Bits of float32 after which dropping the low 13 rounds; those of a NaN stay one."""
-    return tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000
-
-
-@triton.jit
-def tf32(x, PRECISION: tl.constexpr):
-    """x rounded to what a TF32 product sees of it; by itself the hardware truncates, which makes every product smaller."""
-    if PRECISION == "tf32":
-        x = (_half_a_step_up(x) & -0x2000).to(tl.float32, bitcast=True)
-    return x
-
-
-@triton.jit
-def rounded_dot(a, b, PRECISION: tl.constexpr):
-    """Product of float32 operands, rounded: the hardware itself drops the low bits."""
-    if PRECISION == "tf32":
-        a = _half_a_step_up(a).to(tl.float32, bitcast=True)
-        b = _half_a_step_up(b).to(tl.float32, bitcast=True)
-    return tl.dot(a, b, input_precision=PRECISION)
+    """float32 from which dropping the low 13 bits rounds x; a NaN stays one."""
+    return (tl.minimum(x.to(tl.int32, bitcast=True), 0x7FFFEFFF) + 0x1000).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -89,28 +72,40 @@ def _truncated(x):
 
 
 @triton.jit
+def tf32(x, PRECISION: tl.constexpr):
+    """x rounded to what a TF32 product sees of it; by itself the hardware truncates, which makes every product smaller."""
+    return _truncated(_half_a_step_up(x)) if PRECISION == "tf32" else x
+
+
+@triton.jit
+def rounded_dot(a, b, PRECISION: tl.constexpr):
+    """Product of float32 operands, rounded: the hardware itself drops the low bits."""
+    if PRECISION == "tf32":
+        a, b = _half_a_step_up(a), _half_a_step_up(b)
+    return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _high_part(x, HALF: tl.constexpr):
+    """What an operand of a product holds of x: bfloat16, or the bits that TF32 sees."""
+    return x.to(tl.bfloat16) if HALF else _truncated(x.to(tl.float32))
+
+
+@triton.jit
 def selected_sums(mask, x, EXACT: tl.constexpr):
     """mask (rows, tokens) of zeros and ones times x (tokens, channels), to float32 precision."""
+    HALF: tl.constexpr = x.shape[1] >= HALF_WIDTH
     if EXACT == "ieee":
         sums = tl.dot(mask.to(tl.float32), x.to(tl.float32), input_precision="ieee")
-    elif x.shape[1] < HALF_WIDTH:  # as below with TF32
-        ones = mask.to(tl.float32)
-        high = _truncated(x.to(tl.float32))
+    else:  # float32 is the sum of three parts, whose products with one are exact; one part holds all of bfloat16
+        ones = mask.to(tl.bfloat16 if HALF else tl.float32)
+        high = _high_part(x, HALF)
         sums = tl.dot(ones, high, input_precision="tf32")
-        if x.dtype == tl.float32:  # 16 bits are in the first part
-            rest = x - high
-            middle = _truncated(rest)
-            sums = tl.dot(ones, middle, sums, input_precision="tf32")
-            sums = tl.dot(ones, rest - middle, sums, input_precision="tf32")
-    else:  # float32 is the sum of three bfloat16, whose products with one are exact
-        ones = mask.to(tl.bfloat16)
-        high = x.to(tl.bfloat16)
-        sums = tl.dot(ones, high)
-        if x.dtype != tl.bfloat16:
+        if x.dtype == tl.float32 or (HALF and x.dtype == tl.float16):
             rest = x.to(tl.float32) - high.to(tl.float32)
-            middle = rest.to(tl.bfloat16)
-            sums = tl.dot(ones, middle, sums)
-            sums = tl.dot(ones, (rest - middle.to(tl.float32)).to(tl.bfloat16), sums)
+            middle = _high_part(rest, HALF)
+            sums = tl.dot(ones, middle, sums, input_precision="tf32")
+            sums = tl.dot(ones, _high_part(rest - middle.to(tl.float32), HALF), sums, input_precision="tf32")
     return sums
 
 

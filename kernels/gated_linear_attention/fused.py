@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..compilation import compiled_together, run
 from ..dispatch import needs_gradient
 from ..packing import document_borders
 from ..tiles import (
@@ -247,7 +248,9 @@ def _prepare_strong(
                 bounded = tl.min(log, 1) >= -BOUND
                 block = rows // size
                 same = block[:, None] == block[None, :]
-                causal = rows[:, None] + (size == C) > rows[None, :]
+                causal = (
+                    rows[:, None] + (size == C) > rows[None, :]
+                )  # finished at once, rows weigh themselves as in `_prepare`
                 acc += tl.where(same & causal & (pending & bounded)[:, None], pairs, 0.0)
                 pending = pending & (bounded == 0)
                 own += tl.where(pending & (size == C), weight, 0.0)  # of their weights the largest, so not rounded
@@ -436,7 +439,6 @@ def _gradients(
     # A token's own weight has no gate in it: apart from the rest, its large equal shares do not blur the gate's gradient.
     # There a pair counts once with its query and once, negative, with its key: rounded alike, they cancel where they have to.
     change = -keys * dk
-    own = tl.zeros((C, BK), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
         if GROUP > 1:
@@ -452,9 +454,10 @@ def _gradients(
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
         pairs = tf32(tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0), PRECISION)
         queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
-        if CHANNEL:
-            dq *= tl.exp2(log) * scale
-            change += queries * dq
+        dq *= tl.exp2(log) * scale
+        change += queries * dq
+        dq += diagonal * keys
+        dk += diagonal * queries
         if CHANNEL and LEVELS == 1:
             decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
             faded, grown = tf32(queries * decay, PRECISION), tf32(keys * growth, PRECISION)
@@ -496,13 +499,13 @@ def _gradients(
                     size = size // 2
         else:
             part = tf32(pairs * _pair_decay(gates, C, EXACT), PRECISION)
-            before_k = dk
-            dq = tl.dot(part, keys, dq * (tl.exp2(log) * scale), input_precision=PRECISION)
-            dk = tl.dot(tl.trans(part), queries, dk, input_precision=PRECISION)
-            change += queries * dq - keys * (dk - before_k)
-        own += diagonal * queries
-        store_rows(grad_q, dq + diagonal * keys, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
-    store_rows(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+            to_q = tl.dot(part, keys, input_precision=PRECISION)
+            to_k = tl.dot(tl.trans(part), queries, input_precision=PRECISION)
+            change += queries * to_q - keys * to_k
+            dq += to_q
+            dk += to_k
+        store_rows(grad_q, dq, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
+    store_rows(grad_k, dk, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     if CHANNEL and LEVELS == 1:
         tl.store(mark, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
     if grad_g is not None:
@@ -626,17 +629,17 @@ class Recurrence:
         self.precision = product_precision(v.dtype)
         self.launch = _launch(self.dim_k, self.dim_v, self.state_dtype.itemsize, has_ample_memory(v.device))
         tiles = self.kv_heads * triton.cdiv(self.dim_v, self.launch.walk["BV"])
-        self.plan = self.make_plan(borders, 2 * processors(v.device) // tiles)
+        self.plan = self.planned(borders, 2 * processors(v.device) // tiles)
         if forward_only and self.plan.joined and self.launch.walk["BK"] * self.launch.walk["BV"] > 8192:
             # one program, whose state is that large, runs on a processor at a time: where documents fill these unsplit, nothing
             # is to join
-            whole = self.make_plan(borders, processors(v.device) // tiles)
+            whole = self.planned(borders, processors(v.device) // tiles)
             if not whole.joined and 4 * len(whole.segments) * tiles >= 3 * processors(v.device):
                 self.plan = whole
         self.kind = dict(KV_HEADS=self.kv_heads, DIM_K=self.dim_k)
         self.shape = dict(**self.kind, DIM_V=self.dim_v)
 
-    def make_plan(self, borders: tuple[int, ...], segments: int) -> Plan:
+    def planned(self, borders: tuple[int, ...], segments: int) -> Plan:
         """Tables for about so many segments."""
         length = triton.cdiv(self.tokens, max(segments, 1) * CHUNK) * CHUNK
         return make_plan(borders, max(length, 8 * CHUNK), self.v.device)
@@ -664,14 +667,16 @@ class Recurrence:
         config, join = self.launch.totals, self.launch.join
         tiles = triton.cdiv(self.dim_k, config["BK"]) * triton.cdiv(self.dim_v, config["BV"])
         products = dict(OPERAND=self.precision["OPERAND"], PRECISION=self.precision["PRECISION"])
-        _totals[(len(segments), self.kv_heads, tiles)](
+        run(
+            _totals, (len(segments), self.kv_heads, tiles),
             writer, value, kept, totals, decays, segments, WRITERS=self.group if reverse else 1, REVERSE=reverse,
             C=CHUNK, CHANNEL=self.channel, **self.shape, **products, **config,
         )  # fmt: skip
         tiles = triton.cdiv(self.dim_k, join["BK"]) * triton.cdiv(self.dim_v, join["BV"])
-        join_segments[(len(documents), self.kv_heads, tiles)](
-            totals, decays, initial, starts, documents, REVERSE=reverse, **self.shape, **join
-        )
+        run(
+            join_segments, (len(documents), self.kv_heads, tiles),
+            totals, decays, initial, starts, documents, REVERSE=reverse, **self.shape, **join,
+        )  # fmt: skip
         return starts
 
     def walk(
@@ -682,7 +687,8 @@ class Recurrence:
         the readers on the way; `shares` (tokens, heads) of `other` are added to the output."""
         config = self.launch.walk
         (first, base), (last, _) = part or (self.plan.cuts[0], self.plan.cuts[-1])
-        _walk[(last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"]))](
+        run(
+            _walk, (last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"])),
             reader, writer, value, gates, ready.kept, ready.scores, ready.rest, other, shares, out, states, base,
             None if start is None else start[first:], final, self.plan.segments[first:],
             self.scale, self.tokens,
@@ -707,7 +713,8 @@ class Recurrence:
             grid = stop - first, self.kv_heads, self.slabs
             strong = torch.empty(grid, dtype=torch.int32, device=q.device)
             for levels in (1, CHUNK.bit_length()) if self.channel else (1,):
-                _gradients[grid](
+                run(
+                    _gradients, grid,
                     q, k, self.v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
                     self.plan.chunks[first:], self.scale, self.tokens, GROUP=self.group, C=CHUNK, LEVELS=levels,
                     CHANNEL=self.channel, **self.shape, **self.precision, **self.launch.gradients,
@@ -744,12 +751,14 @@ def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepar
     grid = len(problem.plan.chunks), problem.heads
     strong = torch.empty(grid, dtype=torch.int32, device=q.device)
     options = dict(**problem.kind, GROUP=problem.group, C=CHUNK, **problem.precision, **problem.launch.prepare)
-    _prepare[grid](
+    run(
+        _prepare, grid,
         q, k, g, ready.scores, ready.rest, strong, ready.q, ready.k, ready.kept, problem.plan.chunks,
         problem.scale, problem.tokens, CHANNEL=problem.channel, **options,
     )  # fmt: skip
     if problem.channel:
-        _prepare_strong[grid](
+        run(
+            _prepare_strong, grid,
             q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, problem.scale, problem.tokens,
             LEVELS=CHUNK.bit_length(), **options,
         )  # fmt: skip
@@ -758,6 +767,7 @@ def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepar
 
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
+    @compiled_together
     def forward(ctx, q, k, v, g, initial, scale, borders, forward_only):
         problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, scale, borders, forward_only)
         # decayed queries are worth their memory where several programs would form them
@@ -773,6 +783,7 @@ class _GatedLinearAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx, grad_out, grad_final):
         q, k, v, g, initial, start = ctx.saved_tensors
         start = initial if start is None else start

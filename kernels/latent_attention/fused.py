@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..compilation import compiled_together, run
 from ..gated_linear_attention.fused import Prepared, Recurrence, store_scores
 from ..packing import document_borders
 from ..tiles import (
@@ -458,7 +459,7 @@ class Latents(Recurrence):
         """Launch a kernel over `rows` chunks or documents and the latents of all heads, side by side."""
         block = min(COLUMNS, triton.next_power_of_2(self.width))
         grid = rows, triton.cdiv(self.width, block)
-        kernel[grid](*arguments, WIDTH=self.width, BLOCK=block, num_warps=num_warps, **options)
+        run(kernel, grid, *arguments, WIDTH=self.width, BLOCK=block, num_warps=num_warps, **options)
 
     def masses(self, theta, initial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """z of every token, before every chunk and at the end of every document."""
@@ -495,7 +496,8 @@ class Latents(Recurrence):
         grid = len(self.plan.chunks), triton.cdiv(self.heads, together)
         marks = torch.empty(grid, dtype=torch.int32, device=q.device)
         for far in (False, True):
-            _prepare[grid](
+            run(
+                _prepare, grid,
                 q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
                 keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile, P=together, FAR=far,
                 **self.options, **products, num_warps=4,
@@ -518,7 +520,8 @@ class Latents(Recurrence):
         grad_gate, grad_exact = (None if x is None else torch.empty_like(x) for x in (gate, exact))
         sent, sums, ends = (torch.empty_like(x) for x in (masses, befores, befores))
         grad_mass = self.new(len(plan.documents), self.kv_heads, self.dim_k)
-        _gather[(len(plan.chunks), self.kv_heads)](
+        run(
+            _gather, (len(plan.chunks), self.kv_heads),
             shares, own, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
             plan.chunks, self.log_length, DIM=self.dim_v, BL=triton.next_power_of_2(self.dim_k),
             BV=min(triton.next_power_of_2(self.dim_v), 64), **self.options, num_warps=4,
@@ -544,6 +547,7 @@ def by_final_state(grad_mass, grad_mean, mean) -> tuple[torch.Tensor | None, tor
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
+    @compiled_together
     def forward(ctx, q, theta, v, gate, value, z0, mean0, borders, use_mass, mass_length):
         latents = Latents(q, v, borders, use_mass, mass_length)
         masses, befores, final_mass = latents.masses(theta, z0)
@@ -559,6 +563,7 @@ class _LatentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx, grad_out, grad_mass, grad_mean):
         q, theta, v, gate, value, mean0, masses, befores, start, mean = ctx.saved_tensors
         latents = Latents(q, v, *ctx.arguments)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+from ..compilation import compiled_together
 from ..latent_attention.fused import TO_BASE_2, Latents, by_final_state
 from ..packing import document_borders, document_index
 from ..sliding_window_attention.fused import Band, Joined
@@ -17,6 +18,7 @@ from ..sliding_window_attention.fused import Band, Joined
 
 class _MacchiatoAttention(torch.autograd.Function):
     @staticmethod
+    @compiled_together
     def forward(ctx, q, theta, gate, window_q, window_k, v, band, borders):
         latents = Latents(q, v, borders)
         masses, befores, final_mass = latents.masses(theta, None)
@@ -33,6 +35,7 @@ class _MacchiatoAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx, grad_out, grad_mass, grad_mean):
         q, theta, gate, window_q, window_k, v, masses, befores, start, mean, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(window_q) if grad_out is None else grad_out.contiguous()

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..compilation import compiled_together, run
 from ..packing import document_index
 from ..tiles import CHUNK, HALF_WIDTH, INTERPRETED, LOG2E, dot, load_rows, load_state, store_rows, tile_width
 from .reference import MASKED
@@ -357,11 +358,11 @@ class _Launch(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _launch(dim: int, itemsize: int) -> _Launch:
     wide = tile_width(dim)
-    tiles = dict(M=64, N=64, D=wide, num_warps=4, num_stages=2)
     if itemsize == 4:
         tiles = dict(M=32, N=32, D=wide, num_warps=8, num_stages=1)
         return _Launch(tiles, tiles | dict(SLAB=min(wide, 64)), tiles | dict(SLAB=min(wide, 64)))
-    tiles["D"] = wide = max(wide, HALF_WIDTH.value)
+    wide = max(wide, HALF_WIDTH.value)
+    tiles = dict(M=64, N=64, D=wide, num_warps=4, num_stages=2 if wide > 128 else 3)
     few = 64 if wide <= 64 else 32  # sums fill the registers
     if wide > 128:
         return _Launch(
@@ -369,7 +370,6 @@ def _launch(dim: int, itemsize: int) -> _Launch:
             tiles | dict(N=few, SLAB=few, num_stages=1),
             tiles | dict(M=few, SLAB=128, num_stages=1),
         )
-    tiles["num_stages"] = 3
     return _Launch(tiles, tiles | dict(N=few, SLAB=few), tiles | dict(M=few, SLAB=min(wide, 128)))
 
 
@@ -417,7 +417,8 @@ class Band(NamedTuple):
         blocks, latents = batch * triton.cdiv(time, config["M"]), 1
         if joined is not None:
             blocks, latents = len(joined.chunks) * (CHUNK // config["M"]), joined.reader.shape[3]
-        _forward[(blocks * heads,)](
+        run(
+            _forward, (blocks * heads,),
             q, k, v, *sinks, *self[:4], out, lse, *(joined or (None,) * 5), batch * time, *self.scalars(q),
             SINKS=0 if sinks[1] is None else sinks[1].shape[1], LATENTS=latents, L=tile_width(latents), C=CHUNK,
             **self.options(q, k), **config,
@@ -436,15 +437,17 @@ class Band(NamedTuple):
         if sinks[1] is not None:
             rows, count = sinks[1].shape[:2]
             parts = lse.new_empty(2, blocks + rows, heads, count, dim)
-        _grad_queries[(blocks * heads,)](
+        run(
+            _grad_queries, (blocks * heads,),
             q, k, v, *sinks, *self[:4], out, lse, grad_out, grad_lse,
             delta, grad_q, grad_q_sink, *parts, *self.scalars(q), SINKS=count, **options, **config,
         )  # fmt: skip
         if count:
             kind = {n: options[n] for n in ("HEADS", "GROUP", "DIM")} | {n: config[n] for n in "MD"}
-            _sum_sinks[(rows * count * k.shape[2],)](
-                *parts, self.borders, grad_sink_k, grad_sink_v, time, SINKS=count, **kind, num_warps=4
-            )
+            run(
+                _sum_sinks, (rows * count * k.shape[2],),
+                *parts, self.borders, grad_sink_k, grad_sink_v, time, SINKS=count, **kind, num_warps=4,
+            )  # fmt: skip
         return grad_q, *by_sink, delta
 
     def grad_keys(self, q, k, v, lse, delta, grad_out, added=None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -452,21 +455,10 @@ class Band(NamedTuple):
         grad_k, grad_v = torch.empty_like(k), torch.empty_like(v)
         config = _launch(q.shape[3], q.element_size()).grad_keys
         grid = k.shape[0] * triton.cdiv(k.shape[1], config["N"]) * k.shape[2], triton.cdiv(k.shape[3], config["SLAB"])
-        _grad_keys[grid](
-            q,
-            k,
-            v,
-            *self[1:4],
-            lse,
-            delta,
-            grad_out,
-            added,
-            grad_k,
-            grad_v,
-            *self.scalars(q),
-            **self.options(q, k),
-            **config,
-        )
+        run(
+            _grad_keys, grid,
+            q, k, v, *self[1:4], lse, delta, grad_out, added, grad_k, grad_v, *self.scalars(q), **self.options(q, k), **config,
+        )  # fmt: skip
         return grad_k, grad_v
 
 
@@ -482,6 +474,7 @@ class _SlidingWindowAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @compiled_together
     def backward(ctx, grad_out, grad_lse):
         q, k, v, *sinks, out, lse = ctx.saved_tensors
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()

@@ -1,0 +1,86 @@
+"""The rehearsal that has the kernels of a pass compiled together."""
+
+import pytest
+import torch
+
+from hf_linattn.kernels.tiles import INTERPRETED
+
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+
+
+class Kernel:
+    def __init__(self):
+        self.compiled, self.launched = [], []
+
+    def warmup(self, x, grid, **options):
+        self.compiled.append((x.dtype, grid, options))
+
+    def __getitem__(self, grid):
+        def launch(x, **options):
+            self.launched.append((x.dtype, grid, options))
+            x.add_(1)
+
+        return launch
+
+
+def doubled(kernel):
+    from hf_linattn.kernels.compilation import compiled_together, run
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        @compiled_together
+        def forward(ctx, x, known):
+            out = x.clone()
+            run(kernel, (3,), out, WIDTH=2)
+            ctx.save_for_backward(x)
+            return out
+
+        @staticmethod
+        @compiled_together
+        def backward(ctx, grad):
+            out = grad * 2
+            run(kernel, (4,), out, WIDTH=2)
+            return out, None
+
+    return Doubled.apply
+
+
+def test_each_kind_is_rehearsed_once_and_launched_every_time():
+    kernel = Kernel()
+    function = doubled(kernel)
+    x = torch.zeros(2, 5, 3, requires_grad=True)
+    for time in (5, 7):  # another length is no other kind
+        y = torch.zeros(2, time, 3, requires_grad=True)
+        out = function(y, True)
+        assert torch.equal(out, torch.ones_like(y))
+        assert torch.equal(torch.autograd.grad(out.sum(), y)[0], torch.full_like(y, 3))
+    kind = torch.float32, dict(WIDTH=2)
+    assert [(d, o) for d, _, o in kernel.compiled] == [kind] * 2 and [g for _, g, _ in kernel.compiled] == [(3,), (4,)]
+    assert [g for _, g, _ in kernel.launched] == [(3,), (4,)] * 2
+    for other in (x.double(), torch.zeros(2, 5, 4)):
+        function(other, True)
+    function(x, False)
+    assert len(kernel.compiled) == 5 and len(kernel.launched) == 7
+
+
+def test_an_error_of_the_pass_leaves_no_rehearsal_behind():
+    from hf_linattn.kernels.compilation import compiled_together, run
+
+    kernel = Kernel()
+
+    @compiled_together
+    def step(ctx, x):
+        run(kernel, (1,), x)
+        raise RuntimeError("out of memory")
+
+    class Context:
+        saved_tensors = ()
+
+    x = torch.zeros(3)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(Context, x)
+    run(kernel, (2,), x)
+    assert [g for _, g, _ in kernel.launched] == [(2,)] and x[0] == 1
+    with pytest.raises(RuntimeError, match="out of memory"):
+        step(Context, x)
+    assert [g for _, g, _ in kernel.launched] == [(2,), (1,)]
