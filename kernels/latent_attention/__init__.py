@@ -9,7 +9,7 @@ from .chunked import latent_attention_chunked
 from .reference import EMPTY, latent_attention_reference
 
 MAX_DIM = 256  # a Triton program holds all value channels of a mean
-MAX_LATENTS = 64
+MAX_LATENTS = 128
 MAX_STEPS = 16  # so many tokens, where no gradient is wanted, go through the recurrence one by one
 
 __all__ = ["EMPTY", "latent_attention", "latent_attention_reference"]

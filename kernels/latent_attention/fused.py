@@ -196,17 +196,23 @@ def _near_pairs(a, z, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _far_pairs(pairs, a, z, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr):
+def _far_pairs(
+    pairs, a, z, anchor, logits, masses, start, left, columns,
+    C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
     """The same, given that, for all rows."""
     rows = tl.arange(0, C)
     near = tl.max(z - anchor[None, :], 1) <= SPREAD
     own = tl.sum(a * _share(logits, z), 1)
     pairs = tl.where(near[:, None], pairs, tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0))
-    for level in range(1, LEVELS):  # pairs across the middle of blocks of 2^level rows
+    for level in tl.range(1, LEVELS, num_stages=1):  # pairs across the middle of blocks of 2^level rows
         half = 1 << (level - 1)
         late, middle = rows // half % 2 == 1, rows // (2 * half) * (2 * half) + half - 1
         across = (middle[:, None] == middle[None, :]) & (late & (near == 0))[:, None] & (late == 0)[None, :]
-        anchors = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
+        if z.shape[1] > 64:  # its parts would take half of the shared memory
+            anchors = _load_masses(masses, start, tl.minimum(middle, left - 1), 0, columns, 1, WIDTH)
+        else:
+            anchors = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
         read = a * tl.exp2(tl.minimum(anchors - z, 0.0))
         part = rounded_dot(read, tl.trans(_share(logits, anchors)), PRECISION)
         pairs += tl.where(across, part, 0.0)
@@ -253,7 +259,9 @@ def _prepare(
         for i in range(P):  # unrolled, it would compile much longer, and it seldom runs
             of_head = tl.where((part == i)[None, :], a, 0.0)
             pairs = _near_pairs(of_head, z, anchor, logits, C, PRECISION)
-            pairs = _far_pairs(pairs, of_head, z, anchor, logits, C, PRECISION, EXACT)
+            pairs = _far_pairs(
+                pairs, of_head, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION, EXACT
+            )
             count = tl.where(block * P + i < HEADS, left, 0)
             store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
     else:
@@ -301,6 +309,7 @@ def _gather(
     before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
     z, _, _ = _load_chunk_masses(masses, start, left, kv_head, latents, C, kv_heads, LATENTS)
     total = tl.zeros((C, BL), tl.float32)
+    held = tl.zeros((C, 1), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
         a = load_rows(shares, start, left, head, latents, C, HEADS, LATENTS)
@@ -329,10 +338,11 @@ def _gather(
         if MASS:
             by_row -= d_logits
             if log_length is not None:
-                absorbed = _absorbed(z)
-                held = tl.where(absorbed > log_length, tl.sum(d_logits, 1, keep_dims=True), 0.0)
-                by_row += held * tl.exp2(z - absorbed)
+                held += tl.sum(d_logits, 1, keep_dims=True)
         total += by_row
+    if log_length is not None:  # the same share of each head's, added once: z need not stay in registers
+        absorbed = _absorbed(z)
+        total += tl.where(absorbed > log_length, held, 0.0) * tl.exp2(z - absorbed)
     store_rows(sent, total, start, left, kv_head, latents, C, kv_heads, LATENTS)
     tl.store(sums + place, tl.sum(tl.exp2(before[None, :] - z) * total, 0), mask=latents < LATENTS)
 
@@ -495,12 +505,13 @@ class Latents(Recurrence):
         together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.heads))
         grid = len(self.plan.chunks), triton.cdiv(self.heads, together)
         marks = torch.empty(grid, dtype=torch.int32, device=q.device)
+        warps = 4 if tile <= 64 else 8 if self.state_dtype == torch.bfloat16 else 16
         for far in (False, True):
             run(
                 _prepare, grid,
                 q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
                 keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile, P=together, FAR=far,
-                **self.options, **products, num_warps=4,
+                **self.options, **products, num_warps=warps,
             )  # fmt: skip
         return ready, (own, shares, keys, gates)
 
@@ -520,11 +531,12 @@ class Latents(Recurrence):
         grad_gate, grad_exact = (None if x is None else torch.empty_like(x) for x in (gate, exact))
         sent, sums, ends = (torch.empty_like(x) for x in (masses, befores, befores))
         grad_mass = self.new(len(plan.documents), self.kv_heads, self.dim_k)
+        tile = triton.next_power_of_2(self.dim_k)
         run(
             _gather, (len(plan.chunks), self.kv_heads),
             shares, own, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
-            plan.chunks, self.log_length, DIM=self.dim_v, BL=triton.next_power_of_2(self.dim_k),
-            BV=min(triton.next_power_of_2(self.dim_v), 64), **self.options, num_warps=4,
+            plan.chunks, self.log_length, DIM=self.dim_v, BL=tile,
+            BV=min(triton.next_power_of_2(self.dim_v), 64), **self.options, num_warps=4 if tile <= 64 else 8,
         )  # fmt: skip
         self.columns(
             _carry_back, len(plan.documents), sums, ready.kept, by_mass, ends, grad_mass, plan.documents, plan.segments,
@@ -602,12 +614,12 @@ def latent_attention_step(
     (batch, time, heads, latents), (kv_heads, dim) = q.shape, v.shape[2:]
     out = v.new_empty(batch, time, heads, dim)
     z, mean = (torch.empty(batch, kv_heads, latents, *w, dtype=torch.float32, device=v.device) for w in ((), (dim,)))
-    columns = min(tile_width(dim), 64)
+    tile, columns = tile_width(latents), min(tile_width(dim), 64)
     _step[(batch * kv_heads * triton.cdiv(dim, columns),)](
         q, theta, v, gate, gate_value, out, *_to_base_2(initial_state), z, mean,
         None if mass_length is None else math.log2(mass_length), time,
         HEADS=heads, GROUP=heads // kv_heads, LATENTS=latents, DIM=dim, MASS=use_mass,
-        BL=tile_width(latents), BV=columns, num_warps=2,
+        BL=tile, BV=columns, num_warps=2 if tile <= 64 else 4,
     )  # fmt: skip
     return out, (z / TO_BASE_2, mean)
 

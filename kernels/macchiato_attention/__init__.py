@@ -10,7 +10,17 @@ from ..packing import check_packed
 from ..sliding_window_attention import WindowState, sliding_window_attention
 from ..sliding_window_attention import triton_limit as window_limit
 
+MAX_LATENTS = 64  # of one pass, whose program holds their states beside the window's tiles
+
 __all__ = ["macchiato_attention"]
+
+
+def triton_limit(q: torch.Tensor, window_q: torch.Tensor, v: torch.Tensor) -> str | None:
+    """Why the kernels cannot take these in one pass, if they cannot."""
+    limit = latent_limit(q, v) or window_limit(window_q)
+    if limit is None and q.shape[3] > MAX_LATENTS:
+        limit = f"one pass takes up to {MAX_LATENTS} latents, got {q.shape[3]}"
+    return limit
 
 
 def macchiato_attention(
@@ -32,7 +42,8 @@ def macchiato_attention(
 
     window_t is softmax attention to the last `window` tokens, M_tl the mean of all values so far, weighted by
     exp(theta_sl). The same as `sliding_window_attention` followed by `latent_attention`; on a GPU, without padding and
-    state, more than 16 tokens of sizes that both kernels take run in one pass, which does not write the window's output.
+    state, more than 16 tokens of sizes that both kernels take, and up to 64 latents, run in one pass, which does not write the
+    window's output.
 
     Args:
         q: latent logits of the queries, (B, T, H, L).
@@ -57,7 +68,7 @@ def macchiato_attention(
     """
     latents, before = (None, None) if initial_state is None else initial_state
     fits = attention_mask is None and initial_state is None and q.shape[1] > MAX_STEPS
-    limit = latent_limit(q, v) or window_limit(window_q)
+    limit = triton_limit(q, window_q, v)
     if backend == "auto" and limit is not None:
         fits = False  # each operator chooses, and warns, for itself
     if not fits or resolve_backend("macchiato_attention", backend, v.device, ("triton", "torch"), limit) == "torch":

@@ -5,6 +5,7 @@ Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too
 """
 
 import dataclasses
+import warnings
 
 import pytest
 import torch
@@ -329,9 +330,27 @@ def test_packed_rows_take_neither_state_nor_mask(backend):
 
 def test_what_the_kernels_cannot_take_goes_through_pytorch():
     wide = {n: t.float() for n, t in inputs(1, 20, 2, 1, 3, 130).items()}
-    for tensors, message in ((inputs(1, 20, 2, 1, 3, 4), "float64"), (wide, "128 in float32, got 130")):
+    many = {n: t.float() for n, t in inputs(1, 20, 2, 1, 65, 4).items()}
+    for tensors, message in (
+        (inputs(1, 20, 2, 1, 3, 4), "float64"),
+        (wide, "128 in float32, got 130"),
+        (many, "one pass takes up to 64 latents, got 65"),
+    ):
         with pytest.raises(ValueError, match=message):
             macchiato_attention(**tensors, window=4, backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter is never chosen by itself")
+def test_more_latents_than_one_pass_takes_go_through_both_kernels_without_a_warning():
+    tensors = inputs(1, 100, 4, 2, 128, 64)
+    moved = {n: t.to("cuda", torch.float32) for n, t in tensors.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        out, (latents, _) = macchiato_attention(**moved, window=30)
+    expected, (expected_latents, _) = definition({n: t.cpu().double() for n, t in moved.items()}, window=30)
+    for x, y in zip((out, *latents), (expected, *expected_latents), strict=True):
+        close(x, y, TOLERANCES[torch.float32])
 
 
 @pytest.mark.gpu
