@@ -565,7 +565,7 @@ class _Launch(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
     """Measured on an H200 in bfloat16 at 16 heads of 128 x 128, 4 of 256 x 512 and as latents use it (16 x 64, 128 and 256);
-    float32 fits, unmeasured. Where shared memory is not `ample`, walks do without loads under way."""
+    float32 fits, unmeasured. Where shared memory is not `ample`, walks and gradients do without loads under way."""
     wide_k, wide_v = tile_width(dim_k), tile_width(dim_v)
     if itemsize == 4:
         return _Launch(
@@ -589,7 +589,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
             num_warps=8 if wide_k * walk_v > 8192 else 4,
             num_stages=1 if not ample else 3 if wide_k * walk_v <= 2048 else 2,
         ),
-        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3),
+        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3 if ample else 1),
     )
 
 
