@@ -11,21 +11,42 @@ import triton
 
 from .tiles import INTERPRETED
 
-_compiling = ContextVar("hf_linattn_compiling", default=False)
+_rehearsal: ContextVar[list | None] = ContextVar("hf_linattn_rehearsal", default=None)
 
 
 def run(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Launch a kernel, or have it compiled and go on where `compiled_together` rehearses the pass."""
-    if _compiling.get():
-        kernel.warmup(*arguments, grid=grid, **options)
-    else:
+    compiling = _rehearsal.get()
+    if compiling is None:
         kernel[grid](*arguments, **options)
+    else:
+        compiling.append(kernel.warmup(*arguments, grid=grid, **options))
 
 
 def _kind(x):
     if isinstance(x, torch.Tensor):
         return x.dtype, x.shape[2:]
     return x if x is None or isinstance(x, bool) else type(x)
+
+
+def _load(kernel, tensor: torch.Tensor) -> None:
+    """Have Triton make the launcher of a compiled kernel, for which some versions start a C compiler."""
+    with torch.cuda.device_of(tensor):  # threads start on the first device
+        (kernel.result() if isinstance(kernel, triton.FutureKernel) else kernel).run  # noqa: B018
+
+
+def _rehearse(step: Callable, ctx, arguments: tuple, tensor: torch.Tensor) -> None:
+    kernels = []
+    token = _rehearsal.set(kernels)
+    try:
+        with ThreadPoolExecutor() as pool:
+            # raising there, the mode would stay active for good; `_load` raises instead
+            with triton.AsyncCompileMode(pool, ignore_errors=True):
+                step(ctx, *arguments)
+            for loaded in [pool.submit(_load, kernel, tensor) for kernel in kernels]:
+                loaded.result()
+    finally:
+        _rehearsal.reset(token)
 
 
 def compiled_together(step: Callable) -> Callable:
@@ -38,16 +59,11 @@ def compiled_together(step: Callable) -> Callable:
 
     @functools.wraps(step)
     def compiled(ctx, *arguments):
-        kind = tuple(map(_kind, (*arguments, *ctx.saved_tensors)))
+        values = (*arguments, *ctx.saved_tensors)
+        kind = tuple(map(_kind, values))
         if kind not in known and not INTERPRETED:
             known.add(kind)
-            token = _compiling.set(True)
-            try:
-                # an error comes again, where it belongs, when the kernel starts
-                with ThreadPoolExecutor() as pool, triton.AsyncCompileMode(pool, ignore_errors=True):
-                    step(ctx, *arguments)
-            finally:
-                _compiling.reset(token)
+            _rehearse(step, ctx, arguments, next(x for x in values if isinstance(x, torch.Tensor)))
         return step(ctx, *arguments)
 
     return compiled

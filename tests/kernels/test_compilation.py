@@ -9,11 +9,18 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles no
 
 
 class Kernel:
-    def __init__(self):
-        self.compiled, self.launched = [], []
+    def __init__(self, error=None):
+        self.compiled, self.launched, self.loaded, self.error = [], [], 0, error
 
     def warmup(self, x, grid, **options):
         self.compiled.append((x.dtype, grid, options))
+        return self
+
+    @property
+    def run(self):
+        if self.error:
+            raise self.error
+        self.loaded += 1
 
     def __getitem__(self, grid):
         def launch(x, **options):
@@ -60,18 +67,21 @@ def test_each_kind_is_rehearsed_once_and_launched_every_time():
     for other in (x.double(), torch.zeros(2, 5, 4)):
         function(other, True)
     function(x, False)
-    assert len(kernel.compiled) == 5 and len(kernel.launched) == 7
+    assert len(kernel.compiled) == kernel.loaded == 5 and len(kernel.launched) == 7
 
 
-def test_an_error_of_the_pass_leaves_no_rehearsal_behind():
+@pytest.mark.parametrize("where", ["pass", "kernel"])
+def test_an_error_leaves_no_rehearsal_behind(where):
     from hf_linattn.kernels.compilation import compiled_together, run
 
-    kernel = Kernel()
+    error = RuntimeError("out of memory")
+    kernel = Kernel(error if where == "kernel" else None)
 
     @compiled_together
     def step(ctx, x):
         run(kernel, (1,), x)
-        raise RuntimeError("out of memory")
+        if where == "pass":
+            raise error
 
     class Context:
         saved_tensors = ()
@@ -79,8 +89,6 @@ def test_an_error_of_the_pass_leaves_no_rehearsal_behind():
     x = torch.zeros(3)
     with pytest.raises(RuntimeError, match="out of memory"):
         step(Context, x)
+    assert not kernel.launched
     run(kernel, (2,), x)
     assert [g for _, g, _ in kernel.launched] == [(2,)] and x[0] == 1
-    with pytest.raises(RuntimeError, match="out of memory"):
-        step(Context, x)
-    assert [g for _, g, _ in kernel.launched] == [(2,), (1,)]
