@@ -233,7 +233,9 @@ class Record:
         for file in files:
             content = json.loads(file.read_text())
             self.environments |= content["environments"]
-            self.rows |= {self.key(row): row for row in content["rows"]}
+            for row in content["rows"]:
+                if row["date"] >= self.rows.get(self.key(row), row)["date"]:  # of several files, the newest
+                    self.rows[self.key(row)] = row
         self.date = environment and environment["date"]
         if environment:
             self.environments[self.date] = environment

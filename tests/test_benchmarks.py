@@ -52,6 +52,23 @@ def test_reduced_form(program, tmp_path, capsys):
         assert (path / "gated_linear_attention.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_joined_results_keep_the_newest_rows(program, tmp_path):
+    def result(name, date, cases):
+        rows = [
+            dict(section="decode", layout="16x128", case=case, operator="ours", date=date, step_us=us)
+            for case, us in cases
+        ]
+        path = tmp_path / name
+        path.write_text(json.dumps({"environments": {date: {"date": date}}, "rows": rows}))
+        return path
+
+    new = result("new.json", "2026-02-01T00:00:00+00:00", [(1, 2.0)])
+    old = result("old.json", "2026-01-01T00:00:00+00:00", [(1, 9.0), (4, 3.0)])
+    for files in ((new, old), (old, new)):
+        record = program.common.Record(tmp_path / "out" / "x.json", program.FIGURES, program.COLOURS, files)
+        assert {row["case"]: row["step_us"] for row in record.rows.values()} == {1: 2.0, 4: 3.0}
+
+
 def test_failure_of_ours_is_kept_and_reported(program, tmp_path, monkeypatch):
     def fail(*args, **kwargs):
         raise RuntimeError("no such kernel")
