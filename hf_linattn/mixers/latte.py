@@ -224,7 +224,7 @@ class LatteMixer(nn.Module):
             k_sink=rotate(key.float(), cos, -sin).to(key.dtype),
             scale=scaling,
             softcap=softcap,
-            attention_mask=None if cu_seqlens is not None else valid,
+            attention_mask=None if cu_seqlens is not None else attention_mask,
             cu_seqlens=cu_seqlens,
             initial_state=window_state,
         )

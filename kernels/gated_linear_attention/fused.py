@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from ..compilation import compiled_together, run
+from ..compilation import backward_compiled_together, forward_compiled_together, run
 from ..dispatch import needs_gradient
 from ..packing import document_borders
 from ..tiles import (
@@ -767,7 +767,7 @@ def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepar
 
 class _GatedLinearAttention(torch.autograd.Function):
     @staticmethod
-    @compiled_together
+    @forward_compiled_together
     def forward(ctx, q, k, v, g, initial, scale, borders, forward_only):
         problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, scale, borders, forward_only)
         # decayed queries are worth their memory where several programs would form them
@@ -783,9 +783,9 @@ class _GatedLinearAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @compiled_together
-    def backward(ctx, grad_out, grad_final):
-        q, k, v, g, initial, start = ctx.saved_tensors
+    @backward_compiled_together
+    def backward(ctx, saved, grad_out, grad_final):
+        q, k, v, g, initial, start = saved
         start = initial if start is None else start
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from ..compilation import compiled_together, run
+from ..compilation import backward_compiled_together, forward_compiled_together, run
 from ..gated_linear_attention.fused import Prepared, Recurrence, store_scores
 from ..packing import document_borders
 from ..tiles import (
@@ -559,7 +559,7 @@ def by_final_state(grad_mass, grad_mean, mean) -> tuple[torch.Tensor | None, tor
 
 class _LatentAttention(torch.autograd.Function):
     @staticmethod
-    @compiled_together
+    @forward_compiled_together
     def forward(ctx, q, theta, v, gate, value, z0, mean0, borders, use_mass, mass_length):
         latents = Latents(q, v, borders, use_mass, mass_length)
         masses, befores, final_mass = latents.masses(theta, z0)
@@ -575,9 +575,9 @@ class _LatentAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @compiled_together
-    def backward(ctx, grad_out, grad_mass, grad_mean):
-        q, theta, v, gate, value, mean0, masses, befores, start, mean = ctx.saved_tensors
+    @backward_compiled_together
+    def backward(ctx, saved, grad_out, grad_mass, grad_mean):
+        q, theta, v, gate, value, mean0, masses, befores, start, mean = saved
         latents = Latents(q, v, *ctx.arguments)
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         start = mean0 if start is None else start

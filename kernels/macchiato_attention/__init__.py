@@ -112,5 +112,4 @@ def macchiato_attention(
     )
     if cu_seqlens is not None:
         return out, None
-    valid = torch.ones(v.shape[:2], dtype=torch.bool, device=v.device)
-    return out, (latents, WindowState.empty(window_k, window, 0).advance(window_k, v, valid))
+    return out, (latents, WindowState.of_whole_rows(window_k, v, window_k, window, 0))

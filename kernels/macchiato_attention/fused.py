@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from ..compilation import compiled_together
+from ..compilation import backward_compiled_together, forward_compiled_together
 from ..latent_attention.fused import TO_BASE_2, Latents, by_final_state
 from ..packing import document_borders, document_index
 from ..sliding_window_attention.fused import Band, Joined
@@ -18,7 +18,7 @@ from ..sliding_window_attention.fused import Band, Joined
 
 class _MacchiatoAttention(torch.autograd.Function):
     @staticmethod
-    @compiled_together
+    @forward_compiled_together
     def forward(ctx, q, theta, gate, window_q, window_k, v, band, borders):
         latents = Latents(q, v, borders)
         masses, befores, final_mass = latents.masses(theta, None)
@@ -35,9 +35,9 @@ class _MacchiatoAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @compiled_together
-    def backward(ctx, grad_out, grad_mass, grad_mean):
-        q, theta, gate, window_q, window_k, v, masses, befores, start, mean, lse = ctx.saved_tensors
+    @backward_compiled_together
+    def backward(ctx, saved, grad_out, grad_mass, grad_mean):
+        q, theta, gate, window_q, window_k, v, masses, befores, start, mean, lse = saved
         grad_out = torch.zeros_like(window_q) if grad_out is None else grad_out.contiguous()
         sinks = None, None, None
         by_mean, by_mass = by_final_state(grad_mass, grad_mean, mean)

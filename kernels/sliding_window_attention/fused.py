@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
-from ..compilation import compiled_together, run
+from ..compilation import backward_compiled_together, run
 from ..packing import document_index
 from ..tiles import CHUNK, HALF_WIDTH, INTERPRETED, LOG2E, dot, load_rows, load_state, store_rows, tile_width
 from .reference import MASKED
@@ -474,9 +474,9 @@ class _SlidingWindowAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    @compiled_together
-    def backward(ctx, grad_out, grad_lse):
-        q, k, v, *sinks, out, lse = ctx.saved_tensors
+    @backward_compiled_together
+    def backward(ctx, saved, grad_out, grad_lse):
+        q, k, v, *sinks, out, lse = saved
         grad_out = torch.zeros_like(out) if grad_out is None else grad_out.contiguous()
         grad_lse = None if grad_lse is None else grad_lse.contiguous()
         grad_q, *by_sink, delta = ctx.band.grad_queries(q, k, v, sinks, out, lse, grad_out, grad_lse)
@@ -504,20 +504,27 @@ def sliding_window_attention_fused(
     """See `hf_linattn.kernels.sliding_window_attention.sliding_window_attention`."""
     (batch, time), dim = q.shape[:2], q.shape[3]
     valid = None if attention_mask is None else attention_mask.bool()
-    state = visible = document = borders = sink_k = sink_v = None
+    after = visible = document = borders = sink_k = sink_v = None
+    k_sink = k if k_sink is None else k_sink
+    past = 0 if initial_state is None else window
     if causal and cu_seqlens is None:
-        state = WindowState.empty(k, window, sinks) if initial_state is None else initial_state
-        new = torch.ones(batch, time, dtype=torch.bool, device=q.device) if valid is None else valid
+        if initial_state is None and valid is None:
+            after = WindowState.of_whole_rows(k, v, k_sink, window, sinks)
+            first = after.sink_index
+        else:
+            state = WindowState.empty(k, window, sinks) if initial_state is None else initial_state
+            new = torch.ones(batch, time, dtype=torch.bool, device=q.device) if valid is None else valid
+            if sinks:
+                state = state.with_sinks(k_sink, v, new)
+            first = state.sink_index - state.length + past  # among the keys of this call
+            after = state.advance(k, v, new)
     if cu_seqlens is not None:
         borders = cu_seqlens.to(q.device, torch.int32)
         document = document_index(borders, time).int()
-    past = 0 if initial_state is None else window
     if sinks:
-        k_sink = k if k_sink is None else k_sink
-        if state is not None:
-            state = state.with_sinks(k_sink, v, new)
-            sink_k, sink_v = state.sink_key, state.sink_value
-            since = torch.where(state.sink_index < 0, NEVER.value, state.sink_index - state.length + past + window)
+        if after is not None:
+            sink_k, sink_v = after.sink_key, after.sink_value
+            since = torch.where(after.sink_index < 0, NEVER.value, first + window)
             until = torch.full_like(since, past + time)
         else:
             since = borders[:-1, None].long() + torch.arange(sinks, device=q.device)
@@ -529,9 +536,6 @@ def sliding_window_attention_fused(
         visible = torch.stack([since.clamp(-NEVER.value, NEVER.value), until], -1).int()
     else:
         q_sink = None
-    after = state
-    if state is not None:
-        after = state.advance(k, v, new)
     if past:
         k, v = torch.cat([state.key, k], 1), torch.cat([state.value, v], 1)
         valid = torch.cat([state.valid, new], 1)

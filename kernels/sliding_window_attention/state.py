@@ -38,6 +38,22 @@ class WindowState:
         index = torch.full((batch, sinks), -1, dtype=torch.long, device=like.device)
         return cls(slots, slots, none, first, first, index, torch.zeros((), dtype=torch.long, device=like.device))
 
+    @classmethod
+    def of_whole_rows(
+        cls, k: torch.Tensor, v: torch.Tensor, k_sink: torch.Tensor, window: int, sinks: int
+    ) -> "WindowState":
+        """`empty` after `with_sinks` and `advance` over rows without padding, in a fraction of the operations."""
+        batch, time = k.shape[:2]
+        before, missing = max(window - time, 0), max(sinks - time, 0)
+        slots, index = torch.arange(window, device=k.device), torch.arange(sinks, device=k.device)
+        key, value = (F.pad(x[:, -window:], (0, 0, 0, 0, before, 0)) for x in (k, v))
+        sink_key, sink_value = (F.pad(x[:, :sinks], (0, 0, 0, 0, 0, missing)) for x in (k_sink, v))
+        index = index.masked_fill(index >= time, -1)
+        length = torch.full((), time, dtype=torch.long, device=k.device)
+        return cls(
+            key, value, (slots >= before).repeat(batch, 1), sink_key, sink_value, index.repeat(batch, 1), length
+        )
+
     def with_sinks(self, k_sink: torch.Tensor, v: torch.Tensor, valid: torch.Tensor) -> "WindowState":
         """Take the first valid tokens into the sinks that are still empty."""
         sinks = self.sink_index.shape[1]

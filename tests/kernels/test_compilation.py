@@ -1,3 +1,4 @@
+# Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """The rehearsal that has the kernels of a pass compiled together."""
 
 import pytest
@@ -31,11 +32,11 @@ class Kernel:
 
 
 def doubled(kernel):
-    from hf_linattn.kernels.compilation import compiled_together, run
+    from hf_linattn.kernels.compilation import backward_compiled_together, forward_compiled_together, run
 
     class Doubled(torch.autograd.Function):
         @staticmethod
-        @compiled_together
+        @forward_compiled_together
         def forward(ctx, x, known):
             out = x.clone()
             run(kernel, (3,), out, WIDTH=2)
@@ -43,8 +44,9 @@ def doubled(kernel):
             return out
 
         @staticmethod
-        @compiled_together
-        def backward(ctx, grad):
+        @backward_compiled_together
+        def backward(ctx, saved, grad):
+            assert len(saved) == 1
             out = grad * 2
             run(kernel, (4,), out, WIDTH=2)
             return out, None
@@ -70,25 +72,35 @@ def test_each_kind_is_rehearsed_once_and_launched_every_time():
     assert len(kernel.compiled) == kernel.loaded == 5 and len(kernel.launched) == 7
 
 
-@pytest.mark.parametrize("where", ["pass", "kernel"])
+def test_hooks_on_saved_tensors_are_asked_once_per_backward():
+    function, unpacked = doubled(Kernel()), []
+    for count in (1, 2):
+        x = torch.zeros(2, 5, 3, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: unpacked.append(1) or x):
+            out = function(x, True)
+        out.sum().backward()
+        assert len(unpacked) == count
+
+
+@pytest.mark.parametrize("where", ["pass", "kernel", "interrupt"])
 def test_an_error_leaves_no_rehearsal_behind(where):
-    from hf_linattn.kernels.compilation import compiled_together, run
+    from triton.runtime._async_compile import active_mode
 
-    error = RuntimeError("out of memory")
-    kernel = Kernel(error if where == "kernel" else None)
+    from hf_linattn.kernels.compilation import forward_compiled_together, run
 
-    @compiled_together
+    kernel = Kernel(RuntimeError("out of memory") if where == "kernel" else None)
+    errors = {"pass": RuntimeError("out of memory"), "interrupt": KeyboardInterrupt("out of memory")}
+
+    @forward_compiled_together
     def step(ctx, x):
         run(kernel, (1,), x)
-        if where == "pass":
-            raise error
-
-    class Context:
-        saved_tensors = ()
+        if where in errors:
+            raise errors[where]
 
     x = torch.zeros(3)
-    with pytest.raises(RuntimeError, match="out of memory"):
-        step(Context, x)
-    assert not kernel.launched
+    for _ in range(2):
+        with pytest.raises((RuntimeError, KeyboardInterrupt), match="out of memory"):
+            step(None, x)
+    assert active_mode.get() is None and not kernel.launched
     run(kernel, (2,), x)
     assert [g for _, g, _ in kernel.launched] == [(2,)] and x[0] == 1

@@ -4,6 +4,8 @@
 Triton runs on a GPU, and where TRITON_INTERPRET=1 is set in the interpreter too.
 """
 
+import dataclasses
+
 import pytest
 import torch
 from comparison import BACKENDS, DTYPES, INTERPRETED, all_close, close, device, thinned
@@ -339,6 +341,19 @@ def test_tokens_leave_the_window_once_and_sinks_never():
         (k,), (k.new_zeros(1, 4, 1, 1),), valid, WindowState.empty(k, 4, 3), after.sink_index
     )
     assert late[leaves].flatten().tolist() == [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(("time", "window", "sinks"), [(10, 4, 3), (3, 4, 0), (2, 5, 4), (5, 5, 5), (1, 1, 1)])
+def test_state_of_whole_rows_is_the_general_one(time, window, sinks):
+    k, v, k_sink = torch.randn(3, 2, time, 2, 3, dtype=torch.float64)
+    valid = torch.ones(2, time, dtype=torch.bool)
+    general = WindowState.empty(k, window, sinks).with_sinks(k_sink, v, valid).advance(k, v, valid)
+    short = WindowState.of_whole_rows(k, v, k_sink, window, sinks)
+    for field in dataclasses.fields(WindowState):
+        ours, expected = getattr(short, field.name), getattr(general, field.name)
+        assert ours.dtype == expected.dtype and torch.equal(ours, expected), field.name
+        # a cache that held a view would keep the whole prompt
+        assert not ours.numel() or ours.untyped_storage().nbytes() == ours.nbytes, field.name
 
 
 @pytest.mark.parametrize(
