@@ -93,7 +93,7 @@ COLOURS = {
     "rg_lru": "#34495e",
     "short_convolution": "#16a085",
 }
-OURS = COLOURS.keys() - {"flex", "sdpa"}
+OURS = COLOURS.keys() - {"flex", "sdpa", "in PyTorch"}
 
 
 def make_inputs(

@@ -1,9 +1,11 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Which implementation of an operator runs, and one clear warning when it is the slower one."""
 
+import functools
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -37,6 +39,20 @@ def _obstacle(
         found, needed = (".".join(map(str, c)) for c in (capability, MIN_CAPABILITY))
         return f"the GPU's compute capability {found} is below {needed}", "use a newer GPU or backend='torch'"
     return None
+
+
+def on_own_device(launching: Callable) -> Callable:
+    """Decorator of what launches kernels. Triton does so on the current device, where a model's layers are on several: this
+    makes it the first argument's."""
+
+    @functools.wraps(launching)
+    def guarded(first: torch.Tensor, *arguments, **options):
+        if torch.compiler.is_compiling():  # compiled code sets it
+            return launching(first, *arguments, **options)
+        with torch.cuda.device_of(first):
+            return launching(first, *arguments, **options)
+
+    return guarded
 
 
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:

@@ -6,6 +6,7 @@ import torch
 from transformers import AutoConfig
 
 from hf_linattn import FAMILIES, GLAConfig, GLAForCausalLM, LatteConfig, LatteForCausalLM
+from hf_linattn.kernels.gated_linear_attention import gated_linear_attention
 from hf_linattn.kernels.latent_attention import latent_attention, latent_attention_reference
 from hf_linattn.kernels.scan import linear_scan
 from hf_linattn.kernels.sliding_window_attention import sliding_window_attention, sliding_window_attention_reference
@@ -120,3 +121,17 @@ def test_latte_model(name):
     torch.manual_seed(0)
     config = LatteConfig.variant(name, **SIZES, intermediate_size=512, bos_token_id=1, eos_token_id=None)
     decodes_as_it_reads(LatteForCausalLM(config).eval())
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_models_may_be_spread_over_gpus():
+    tensors = torch.randn(4, 1, 100, 2, 32).unbind()
+    results = []
+    for device in ("cuda:0", "cuda:1"):
+        q, k, v, g = (x.to(device).requires_grad_() for x in tensors)
+        out, state = gated_linear_attention(q, k, v, -g.abs())
+        with torch.no_grad():
+            step, _ = gated_linear_attention(q[:, :1], k[:, :1], v[:, :1], -g[:, :1].abs(), initial_state=state)
+        results.append([out, step, *torch.autograd.grad(out.sum(), (q, k, v, g))])
+    for first, second in zip(*results, strict=True):
+        assert second.device.index == 1 and torch.equal(first.cpu(), second.cpu())

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ..compilation import backward_compiled_together, forward_compiled_together, run
-from ..dispatch import needs_gradient
+from ..dispatch import needs_gradient, on_own_device
 from ..packing import document_borders
 from ..tiles import (
     CHUNK,
@@ -801,6 +801,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         return grad_q, grad_k, grad_v, grad_g, None if initial is None else grad_initial, None, None, None
 
 
+@on_own_device
 def gated_linear_attention_step(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -825,6 +826,7 @@ def gated_linear_attention_step(
 
 
 @torch.compiler.disable
+@on_own_device
 def gated_linear_attention_fused(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -20,6 +20,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ..compilation import backward_compiled_together, forward_compiled_together, run
+from ..dispatch import on_own_device
 from ..gated_linear_attention.fused import Prepared, Recurrence, store_scores
 from ..packing import document_borders
 from ..tiles import (
@@ -340,7 +341,7 @@ def _gather(
             if log_length is not None:
                 held += tl.sum(d_logits, 1, keep_dims=True)
         total += by_row
-    if log_length is not None:  # the same share of each head's, added once: z need not stay in registers
+    if log_length is not None:  # the same share of each head's, so added once
         absorbed = _absorbed(z)
         total += tl.where(absorbed > log_length, held, 0.0) * tl.exp2(z - absorbed)
     store_rows(sent, total, start, left, kv_head, latents, C, kv_heads, LATENTS)
@@ -597,6 +598,7 @@ def _to_base_2(state):
     )
 
 
+@on_own_device
 def latent_attention_step(
     q: torch.Tensor,
     theta: torch.Tensor,
@@ -625,6 +627,7 @@ def latent_attention_step(
 
 
 @torch.compiler.disable
+@on_own_device
 def latent_attention_fused(
     q: torch.Tensor,
     theta: torch.Tensor,

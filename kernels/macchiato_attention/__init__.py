@@ -19,7 +19,7 @@ def triton_limit(q: torch.Tensor, window_q: torch.Tensor, v: torch.Tensor) -> st
     """Why the kernels cannot take these in one pass, if they cannot."""
     limit = latent_limit(q, v) or window_limit(window_q)
     if limit is None and q.shape[3] > MAX_LATENTS:
-        limit = f"one pass takes up to {MAX_LATENTS} latents, got {q.shape[3]}"
+        limit = f"one pass takes up to {MAX_LATENTS} latents, got {q.shape[3]} ('auto' makes two calls)"
     return limit
 
 

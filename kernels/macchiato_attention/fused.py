@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
 from ..compilation import backward_compiled_together, forward_compiled_together
+from ..dispatch import on_own_device
 from ..latent_attention.fused import TO_BASE_2, Latents, by_final_state
 from ..packing import document_borders, document_index
 from ..sliding_window_attention.fused import Band, Joined
@@ -50,6 +51,7 @@ class _MacchiatoAttention(torch.autograd.Function):
 
 
 @torch.compiler.disable
+@on_own_device
 def macchiato_attention_fused(
     q: torch.Tensor,
     theta: torch.Tensor,

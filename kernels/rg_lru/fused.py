@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..dispatch import on_own_device
 from ..packing import document_borders, document_index
 from ..tiles import LOG2E
 from .chunked import MAX_SQRT_DERIVATIVE
@@ -313,6 +314,7 @@ def _real_before(real: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.T
 
 
 @torch.compiler.disable
+@on_own_device
 def rg_lru_fused(
     x: torch.Tensor,
     r: torch.Tensor,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..dispatch import on_own_device
 from ..packing import document_index
 
 TOKENS = 64
@@ -145,6 +146,7 @@ class _ShortConvolution(torch.autograd.Function):
 
 
 @torch.compiler.disable
+@on_own_device
 def short_convolution_fused(
     x: torch.Tensor,
     weight: torch.Tensor,

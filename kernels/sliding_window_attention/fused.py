@@ -19,6 +19,7 @@ import triton.language as tl
 from torch.autograd.function import once_differentiable
 
 from ..compilation import backward_compiled_together, run
+from ..dispatch import on_own_device
 from ..packing import document_index
 from ..tiles import CHUNK, HALF_WIDTH, INTERPRETED, LOG2E, dot, load_rows, load_state, store_rows, tile_width
 from .reference import MASKED
@@ -485,6 +486,7 @@ class _SlidingWindowAttention(torch.autograd.Function):
 
 
 @torch.compiler.disable
+@on_own_device
 def sliding_window_attention_fused(
     q: torch.Tensor,
     k: torch.Tensor,

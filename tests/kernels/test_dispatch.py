@@ -1,4 +1,5 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
+import contextlib
 import importlib.util
 import warnings
 
@@ -6,7 +7,7 @@ import pytest
 import torch
 
 from hf_linattn.kernels import dispatch
-from hf_linattn.kernels.dispatch import resolve_backend
+from hf_linattn.kernels.dispatch import on_own_device, resolve_backend
 from hf_linattn.kernels.rg_lru import rg_lru
 from hf_linattn.kernels.short_convolution import short_convolution
 
@@ -98,3 +99,26 @@ def test_operators_ask():
         assert call("auto")[0].shape == call("torch")[0].shape == x.shape
         with pytest.raises(ValueError, match="does not run on device cpu"):
             call("triton")
+
+
+def test_kernels_launch_on_the_device_of_their_tensors(monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def device_of(tensor):
+        entered.append(tensor)
+        yield
+        entered.append(None)
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+
+    @on_own_device
+    def launch(x, y, *, scale):
+        assert entered[-1] is x
+        return scale * (x + y)
+
+    x = torch.ones(2)
+    assert torch.equal(launch(x, x, scale=3), torch.full((2,), 6.0)) and entered == [x, None]
+    # tracing has no use for it
+    compiled = torch.compile(on_own_device(lambda x: x + 1), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(x), x + 1) and len(entered) == 2
