@@ -85,23 +85,23 @@ def measure(call: Callable, device: str, repetitions: int = 20) -> tuple[float, 
     """Median milliseconds of a call on the device, and the milliseconds that the host needs to start one."""
     for _ in range(3):
         call()
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(3):
+    starts = []
+    for _ in range(5):  # one by one: behind a full queue the host would wait for the device
+        synchronize(device)
+        start = time.perf_counter()
         call()
-    host = (time.perf_counter() - start) / 3
+        starts.append(time.perf_counter() - start)
+    host = statistics.median(starts)
     if device == "cpu":
         return 1e3 * host, 1e3 * host
     torch.cuda.synchronize()
     # the device spins while the host fills its queue, so that no gap between launches is measured; 2e9 cycles a second
     torch.cuda._sleep(int(min(0.5, 1.5 * repetitions * host) * 2e9))
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
-    start = time.perf_counter()
     for before, after in events:
         before.record()
         call()
         after.record()
-    host = (time.perf_counter() - start) / repetitions
     torch.cuda.synchronize()
     return statistics.median(before.elapsed_time(after) for before, after in events), 1e3 * host
 
