@@ -1,10 +1,16 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """The rehearsal that has the kernels of a pass compiled together."""
 
+import threading
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from hf_linattn.kernels.tiles import INTERPRETED
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 
@@ -104,3 +110,55 @@ def test_an_error_leaves_no_rehearsal_behind(where):
     assert active_mode.get() is None and not kernel.launched
     run(kernel, (2,), x)
     assert [g for _, g, _ in kernel.launched] == [(2,)] and x[0] == 1
+
+
+class Driver:
+    """As much of a GPU of capability 9.0 as Triton asks for when it compiles; launches do nothing."""
+
+    class utils:  # noqa: N801
+        @staticmethod
+        def get_device_properties(device):
+            return dict(max_shared_mem=232448)
+
+        @staticmethod
+        def load_binary(name, *binary):
+            Driver.loaded.append((name, threading.current_thread()))
+            return object(), name, 100, 0, 1024
+
+    class launcher_cls:  # noqa: N801
+        def __init__(self, source, metadata):
+            self.name = metadata.name
+
+        def __call__(self, *arguments):
+            assert arguments[4] == self.name
+            Driver.launched.append(self.name)
+
+    loaded, launched = [], []
+    get_current_device = staticmethod(lambda: 0)
+    get_current_stream = staticmethod(lambda device: 0)
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="in Triton's caches, kernels of a stand-in would pass for real ones"
+)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_triton_compiles_all_kernels_of_a_pass_in_threads(tmp_path, monkeypatch, reentrant):
+    """An operator's own kernels, for a GPU that need not be there, under a checkpoint as a trained layer has it."""
+    from hf_linattn.kernels.sliding_window_attention.fused import sliding_window_attention_fused
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver)
+    Driver.loaded.clear(), Driver.launched.clear()
+    dim = 16 if reentrant else 32  # kernels that this process has not compiled
+    q, k, v = (torch.zeros(1, 70, 2, dim, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def layer(q, k, v):
+        return sliding_window_attention_fused(q, k, v, window=16)[0]
+
+    for count in (1, 2):
+        out = checkpoint(layer, q, k, v, use_reentrant=reentrant)
+        out.sum().backward()
+        assert Driver.launched == ["_forward", "_forward", "_grad_queries", "_grad_keys"] * count
+    beside = {name for name, thread in Driver.loaded if thread is not threading.main_thread()}
+    assert beside == {"_grad_queries", "_grad_keys"}  # the forward pass has a single kernel
