@@ -248,9 +248,8 @@ def _prepare_strong(
                 bounded = tl.min(log, 1) >= -BOUND
                 block = rows // size
                 same = block[:, None] == block[None, :]
-                causal = (
-                    rows[:, None] + (size == C) > rows[None, :]
-                )  # finished at once, rows weigh themselves as in `_prepare`
+                # rows finished at once take their own weight from the product, as in `_prepare`
+                causal = rows[:, None] + (size == C) > rows[None, :]
                 acc += tl.where(same & causal & (pending & bounded)[:, None], pairs, 0.0)
                 pending = pending & (bounded == 0)
                 own += tl.where(pending & (size == C), weight, 0.0)  # of their weights the largest, so not rounded
