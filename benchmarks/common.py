@@ -59,6 +59,7 @@ def describe(options: argparse.Namespace, bandwidth: float, others: dict[str, st
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if options.device == "cuda" else "CPU",
+        "cores": os.cpu_count(),  # on which first calls compile
         "backend": options.backend,
         "python": sys.version.split()[0],
         "torch": torch.__version__,

@@ -343,6 +343,7 @@ def main(arguments: list[str] | None = None) -> int:
         dtype="bfloat16, states float32",
         latents=LATENTS,
         window=WINDOW,
+        converted=f"window {CONVERTED_WINDOW}, sinks {CONVERTED_SINKS}, latents {CONVERTED_LATENTS}",
         shapes={name: "heads {}, kv heads {}, channels {}".format(*shape) for name, shape in layouts.items()},
         decode_shape="heads {}, kv heads {}, channels {}".format(*decode_layout),
     )
