@@ -41,6 +41,7 @@ FIRST_LENGTH = 2048  # of first calls
 FLEX_LENGTH = 8192
 CONVERTED_LATENTS, CONVERTED_WINDOW, CONVERTED_SINKS = 128, 64, 4  # the defaults of conversion
 CONVERTED_LENGTHS = (2048, 8192, 32768)
+IN_PYTORCH_TO = 8192
 FEW_FROM = 65536  # tokens from which few repetitions are enough
 SDPA_BACKWARD_TO = 32768
 SCAN_WIDTHS = (768, 2304)
@@ -372,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
         for length in converted_lengths if "converted" in options.only else ():
             inputs = make_inputs(max(1, tokens // length), length, layout, device, CONVERTED_LATENTS)
             calls = {"converted": find_converted(options.backend, length // 4), "sdpa": operators["sdpa"]}
-            if length <= FLEX_LENGTH:
+            if length <= IN_PYTORCH_TO:
                 calls["in PyTorch"] = find_converted("torch", length // 4)
             for operator, call in calls.items():
                 tensors = [inputs[x] for x in INPUTS[operator]]

@@ -204,10 +204,6 @@ class LatteMixer(nn.Module):
         if self.native_window is not None:
             window, sinks = min(window, self.native_window), 0
         window_state = WindowState(**{n: states[n] for n in WINDOW_FIELDS}) if states else None
-        valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
-        if attention_mask is not None:
-            valid = attention_mask.bool()
-
         cos, sin = (r.float() for r in rotary)
         at_window, at_offset = ((offsets[0][:, i : i + 1].float(), offsets[1][:, i : i + 1].float()) for i in (0, 1))
         # Rotating by (offset - position) turns a query into one at `offset` from keys that are not rotated.
@@ -246,6 +242,9 @@ class LatteMixer(nn.Module):
                 tokens, held = (*tokens, token_theta), (*held, states.get("token_theta", empty))
                 new_states["token_theta"] = torch.cat([held[2], token_theta], 1)[:, -window:]
             after = before if window_after is None else window_after
+            valid = torch.ones(key.shape[:2], dtype=torch.bool, device=key.device)
+            if attention_mask is not None:
+                valid = attention_mask.bool()
             late, absorbed = leaving_window(tokens, held, valid, before, after.sink_index, cu_seqlens)
             late_key, value = late[:2]
             token_theta = late[2] if token_theta is not None else None
@@ -255,7 +254,7 @@ class LatteMixer(nn.Module):
             )
             gate = lse
         else:
-            unrotated, absorbed = rotate(key.float(), cos, -sin), valid
+            unrotated, absorbed = rotate(key.float(), cos, -sin), attention_mask
             gate = source @ self.gate_weight.float().T + self.gate_bias.float()
 
         out, latent_state = latent_attention(

@@ -512,13 +512,11 @@ def sliding_window_attention_fused(
     if causal and cu_seqlens is None:
         if initial_state is None and valid is None:
             after = WindowState.of_whole_rows(k, v, k_sink, window, sinks)
-            first = after.sink_index
         else:
             state = WindowState.empty(k, window, sinks) if initial_state is None else initial_state
             new = torch.ones(batch, time, dtype=torch.bool, device=q.device) if valid is None else valid
             if sinks:
                 state = state.with_sinks(k_sink, v, new)
-            first = state.sink_index - state.length + past  # among the keys of this call
             after = state.advance(k, v, new)
     if cu_seqlens is not None:
         borders = cu_seqlens.to(q.device, torch.int32)
@@ -526,7 +524,8 @@ def sliding_window_attention_fused(
     if sinks:
         if after is not None:
             sink_k, sink_v = after.sink_key, after.sink_value
-            since = torch.where(after.sink_index < 0, NEVER.value, first + window)
+            among_keys = after.sink_index - after.length + past + time
+            since = torch.where(after.sink_index < 0, NEVER.value, among_keys + window)
             until = torch.full_like(since, past + time)
         else:
             since = borders[:-1, None].long() + torch.arange(sinks, device=q.device)
