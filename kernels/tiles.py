@@ -23,6 +23,14 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def place_in_grid(HEADS: tl.constexpr, TILES: tl.constexpr):
+    """What chunk or segment, head and tile of it this program takes. Tiles and heads of a chunk come one after the other: they
+    run at the same time, so what several of them read comes from memory once."""
+    number = tl.program_id(0)
+    return number // (HEADS * TILES), number // TILES % HEADS, number % TILES
+
+
+@triton.jit
 def load_rows(pointer, start, left, head, columns, C: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr):
     """C rows of one head of a (tokens, HEADS, WIDTH) tensor from token `start` (int64) on, zero beyond `left` rows."""
     rows = tl.arange(0, C)

@@ -34,6 +34,7 @@ from ..tiles import (
     load_rows,
     load_state,
     make_plan,
+    place_in_grid,
     processors,
     product_precision,
     rounded_dot,
@@ -99,11 +100,12 @@ def _upto(g, CHANNEL: tl.constexpr, C: tl.constexpr, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _after(g, upto, CHANNEL: tl.constexpr, C: tl.constexpr, OPERAND: tl.constexpr, EXACT: tl.constexpr):
-    """log2 of the decay from each row to the chunk's end, that row's gate excluded; (C, channels or 1)."""
+def _after(g, upto, CHANNEL: tl.constexpr, C: tl.constexpr, ROUGH: tl.constexpr, EXACT: tl.constexpr):
+    """log2 of the decay from each row to the chunk's end, that row's gate excluded; (C, channels or 1). `ROUGH`: a difference
+    of sums will do, as for bfloat16 where the sums are small."""
     rows = tl.arange(0, C)
     inside = rows[:, None] < rows[None, :]
-    if CHANNEL and OPERAND == tl.bfloat16:  # to bfloat16, a difference of sums is as good as a sum
+    if CHANNEL and ROUGH:
         log = tl.sum(tl.where(rows[:, None] == C - 1, upto, 0.0), 0)[None, :] - upto
     elif CHANNEL:
         log = selected_sums(inside, g, EXACT) * LOG2E
@@ -165,7 +167,7 @@ def _prepare(
 
     Where that is below -BOUND, `strong` is set and `_prepare_strong` forms scores and keys again.
     """
-    n, head = tl.program_id(0), tl.program_id(1)
+    n, head, _ = place_in_grid(KV_HEADS * GROUP, 1)
     kv_head = head // GROUP
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
@@ -188,7 +190,7 @@ def _prepare(
         if CHANNEL and OPERAND == tl.bfloat16:
             ended = grown * tl.exp2(total)[None, :]
         else:
-            ended = keys.to(tl.float32) * tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
+            ended = keys.to(tl.float32) * tl.exp2(_after(gates, log, CHANNEL, C, False, EXACT))
         acc += tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)  # slab by slab, rounded as in `_prepare_strong`
         if decayed_q is not None:
             store_rows(decayed_q, faded * scale, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
@@ -202,7 +204,7 @@ def _prepare(
             least = tl.minimum(least, tl.min(total, 0))
     if CHANNEL:
         # a little early: sums of the same gates in another order may lie on the other side of the bound
-        tl.store(strong + n * tl.num_programs(1) + head, (least < -BOUND + 0.001).to(tl.int32))
+        tl.store(strong + tl.program_id(0), (least < -BOUND + 0.001).to(tl.int32))
     else:
         acc *= _pair_decay(_load_gates(g, start, left, kv_head, rows, C, KV_HEADS, 1, False), C, EXACT)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
@@ -219,9 +221,9 @@ def _prepare_strong(
     Rows whose decay since the anchor is bounded are finished; for the others the block is halved: pairs across its middle
     take the middle as anchor, the rest is left to the halves. What becomes of a row depends on no later gate.
     """
-    n, head = tl.program_id(0), tl.program_id(1)
-    if tl.load(strong + n * tl.num_programs(1) + head) == 0:
+    if tl.load(strong + tl.program_id(0)) == 0:
         return
+    n, head, _ = place_in_grid(KV_HEADS * GROUP, 1)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
@@ -234,8 +236,7 @@ def _prepare_strong(
         gates = load_rows(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
         weight = tl.sum(queries * keys, 1)
         if head % GROUP == 0:
-            log = _upto(gates, True, C, EXACT)
-            ended = keys * tl.exp2(_after(gates, log, True, C, OPERAND, EXACT))
+            ended = keys * tl.exp2(_after(gates, None, True, C, False, EXACT))
             store_rows(decayed_k, ended, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
         size = C
         waiting = C
@@ -272,10 +273,10 @@ def _totals(
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What one segment adds to the state, and the log2 of what it keeps of it."""
-    n, kv_head = tl.program_id(0), tl.program_id(1)
     tiles: tl.constexpr = (DIM_V + BV - 1) // BV
-    columns = tl.program_id(2) // tiles * BK + tl.arange(0, BK)
-    values = tl.program_id(2) % tiles * BV + tl.arange(0, BV)
+    n, kv_head, tile = place_in_grid(KV_HEADS, tiles * ((DIM_K + BK - 1) // BK))
+    columns = tile // tiles * BK + tl.arange(0, BK)
+    values = tile % tiles * BV + tl.arange(0, BV)
     start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
     chunk, to_end = tl.load(segments + 6 * n + 2), tl.load(segments + (6 * n + (3 if REVERSE else 4)))
     if to_end == 0:  # no segment starts where this one ends
@@ -301,7 +302,7 @@ def _totals(
             state += dot(tl.trans(written), v_rows, OPERAND, PRECISION)
     place = n * KV_HEADS + kv_head
     store_state(totals, state, place, columns, values, DIM_K, DIM_V)
-    if tl.program_id(2) % tiles == 0:
+    if tile % tiles == 0:
         tl.store(decays + place * DIM_K + columns, total, mask=columns < DIM_K)
 
 
@@ -319,9 +320,9 @@ def _walk(
     Forward, queries read (decayed here, if `g` is given), keys write and the values are v. In reverse, keys read, queries
     write, the values are the gradients of the output, the scores are transposed, and out is the gradient of v.
     """
-    n, kv_head = tl.program_id(0), tl.program_id(1)
+    n, kv_head, tile = place_in_grid(KV_HEADS, (DIM_V + BV - 1) // BV)
     columns = tl.arange(0, BK)
-    values = tl.program_id(2) * BV + tl.arange(0, BV)
+    values = tile * BV + tl.arange(0, BV)
     start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
     chunk = tl.load(segments + 6 * n + 2)
     place = n * KV_HEADS + kv_head
@@ -398,8 +399,8 @@ def _gradients(
     With LEVELS = 1, one anchor serves the chunk, and where it does not `strong` is set; with more, only chunks so marked are
     done, as in `_prepare_strong`. Without `grad_g`, gates get no gradient.
     """
-    n, kv_head, slab = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    mark = strong + (n * KV_HEADS + kv_head) * tl.num_programs(2) + slab
+    n, kv_head, slab = place_in_grid(KV_HEADS, (DIM_K + BK - 1) // BK)
+    mark = strong + tl.program_id(0)
     if LEVELS > 1:
         if tl.load(mark) == 0:
             return
@@ -432,7 +433,7 @@ def _gradients(
     gates = _load_gates(g, start, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
     keys = load_rows(k, start, left, kv_head, columns, C, KV_HEADS, DIM_K).to(tl.float32)
     log = _upto(gates, CHANNEL, C, EXACT)
-    dk *= tl.exp2(_after(gates, log, CHANNEL, C, OPERAND, EXACT))
+    dk *= tl.exp2(_after(gates, log, CHANNEL, C, OPERAND == tl.bfloat16 and LEVELS == 1, EXACT))
     crossing = crossing * tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E) + tl.sum(keys * dk, 0)
 
     # A token's own weight has no gate in it: apart from the rest, its large equal shares do not blur the gate's gradient.
@@ -588,7 +589,12 @@ def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
             num_warps=8 if wide_k * walk_v > 8192 else 4,
             num_stages=1 if not ample else 3 if wide_k * walk_v <= 2048 else 2,
         ),
-        gradients=dict(BK=min(wide_k, 64), BV=min(wide_v, 64), num_warps=4, num_stages=3 if ample else 1),
+        gradients=dict(
+            BK=min(wide_k, 64),
+            BV=min(wide_v, 64),
+            num_warps=4,
+            num_stages=1 if not ample else 2 if wide_k > 128 else 3,
+        ),
     )
 
 
@@ -667,7 +673,7 @@ class Recurrence:
         tiles = triton.cdiv(self.dim_k, config["BK"]) * triton.cdiv(self.dim_v, config["BV"])
         products = dict(OPERAND=self.precision["OPERAND"], PRECISION=self.precision["PRECISION"])
         run(
-            _totals, (len(segments), self.kv_heads, tiles),
+            _totals, (len(segments) * self.kv_heads * tiles,),
             writer, value, kept, totals, decays, segments, WRITERS=self.group if reverse else 1, REVERSE=reverse,
             C=CHUNK, CHANNEL=self.channel, **self.shape, **products, **config,
         )  # fmt: skip
@@ -687,7 +693,7 @@ class Recurrence:
         config = self.launch.walk
         (first, base), (last, _) = part or (self.plan.cuts[0], self.plan.cuts[-1])
         run(
-            _walk, (last - first, self.kv_heads, triton.cdiv(self.dim_v, config["BV"])),
+            _walk, ((last - first) * self.kv_heads * triton.cdiv(self.dim_v, config["BV"]),),
             reader, writer, value, gates, ready.kept, ready.scores, ready.rest, other, shares, out, states, base,
             None if start is None else start[first:], final, self.plan.segments[first:],
             self.scale, self.tokens,
@@ -709,7 +715,7 @@ class Recurrence:
             )  # fmt: skip
             self.walk(start, None, ready.k, self.v, ready, states=before, part=part)
             (_, first), (_, stop) = part
-            grid = stop - first, self.kv_heads, self.slabs
+            grid = ((stop - first) * self.kv_heads * self.slabs,)
             strong = torch.empty(grid, dtype=torch.int32, device=q.device)
             for levels in (1, CHUNK.bit_length()) if self.channel else (1,):
                 run(
@@ -747,7 +753,7 @@ class Recurrence:
 
 def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepared:
     ready = problem.new_prepared(queries, rest)
-    grid = len(problem.plan.chunks), problem.heads
+    grid = (len(problem.plan.chunks) * problem.heads,)
     strong = torch.empty(grid, dtype=torch.int32, device=q.device)
     options = dict(**problem.kind, GROUP=problem.group, C=CHUNK, **problem.precision, **problem.launch.prepare)
     run(

@@ -28,6 +28,7 @@ from ..tiles import (
     LOG2E,
     load_rows,
     load_state,
+    place_in_grid,
     rounded_dot,
     selected_sums,
     store_rows,
@@ -116,8 +117,8 @@ def _load_logit_row(theta, row, columns, WIDTH: tl.constexpr):
 @triton.jit
 def _sum_chunks(theta, sums, chunks, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Log-sum-exp of each chunk's logits, latents of all heads side by side."""
-    n = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     logits = _load_logits(theta, start, (end - start).to(tl.int32), 0, columns, C, 1, WIDTH)
     top = tl.max(logits, 0)
@@ -140,8 +141,8 @@ def _carry(
     WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Masses before each chunk of a document, and after its last."""
-    document = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    document, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     first, count = _chunks_of(document, documents, segments, C)
     z = tl.full((BLOCK,), NOTHING, tl.float32)
     if initial is not None:
@@ -156,8 +157,8 @@ def _carry(
 @triton.jit
 def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """z of each row of a chunk: log-sum-exp of the logits up to it and of what came before the chunk."""
-    n = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
     before = _load_row(befores, n, columns, WIDTH)
     # the chunk's sum by itself: equal steps of a large one would all be rounded the same way
@@ -232,8 +233,8 @@ def _prepare(
 
     Where rows are not near, `far` is set, and a second launch with FAR forms these weights again.
     """
-    n, block = tl.program_id(0), tl.program_id(1)
-    mark = far + n * tl.num_programs(1) + block
+    n, block, _ = place_in_grid((HEADS + P - 1) // P, 1)
+    mark = far + tl.program_id(0)
     if FAR:
         if tl.load(mark) == 0:
             return
@@ -301,8 +302,8 @@ def _gather(
 
     `exact_delta` is the exact branch times grad_out where that is known and the branch itself was not kept.
     """
-    n, kv_head = tl.program_id(0), tl.program_id(1)
     kv_heads: tl.constexpr = HEADS // GROUP
+    n, kv_head, _ = place_in_grid(kv_heads, 1)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
     rows, latents = tl.arange(0, C), tl.arange(0, BL)
@@ -354,8 +355,8 @@ def _carry_back(
     WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """In reverse along a document, what all later rows send to the masses at each chunk's end, and at the document's start."""
-    document = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    document, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     first, count = _chunks_of(document, documents, segments, C)
     later = tl.zeros((BLOCK,), tl.float32)
     if initial is not None:
@@ -382,8 +383,8 @@ def _spread(
     STAGES: tl.constexpr,
 ):
     """Gradients of a chunk's key logits, from those of the keys and what the rows send to masses."""
-    n = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    n, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    columns = block * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
     later = _load_row(ends, n, columns, WIDTH)
     z_later = _load_row(masses, end - 1, columns, WIDTH)
@@ -469,7 +470,7 @@ class Latents(Recurrence):
     def columns(self, kernel, rows: int, *arguments, num_warps: int = 1, **options) -> None:
         """Launch a kernel over `rows` chunks or documents and the latents of all heads, side by side."""
         block = min(COLUMNS, triton.next_power_of_2(self.width))
-        grid = rows, triton.cdiv(self.width, block)
+        grid = (rows * triton.cdiv(self.width, block),)
         run(kernel, grid, *arguments, WIDTH=self.width, BLOCK=block, num_warps=num_warps, **options)
 
     def masses(self, theta, initial) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -504,7 +505,7 @@ class Latents(Recurrence):
         # heads with few latents stand side by side in a tile
         tile = tile_width(self.dim_k)
         together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.heads))
-        grid = len(self.plan.chunks), triton.cdiv(self.heads, together)
+        grid = (len(self.plan.chunks) * triton.cdiv(self.heads, together),)
         marks = torch.empty(grid, dtype=torch.int32, device=q.device)
         warps = 4 if tile <= 64 else 8 if self.state_dtype == torch.bfloat16 else 16
         for far in (False, True):
@@ -534,7 +535,7 @@ class Latents(Recurrence):
         grad_mass = self.new(len(plan.documents), self.kv_heads, self.dim_k)
         tile = triton.next_power_of_2(self.dim_k)
         run(
-            _gather, (len(plan.chunks), self.kv_heads),
+            _gather, (len(plan.chunks) * self.kv_heads,),
             shares, own, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
             plan.chunks, self.log_length, DIM=self.dim_v, BL=tile,
             BV=min(triton.next_power_of_2(self.dim_v), 64), **self.options, num_warps=4 if tile <= 64 else 8,
