@@ -7,7 +7,8 @@ import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from hf_linattn.mixers.latte import LatteMixer, rotate
+from hf_linattn.kernels.rotary_embedding import rotate
+from hf_linattn.mixers.latte import LatteMixer
 
 ITERATIONS = 25
 LEAST_VARIANCE = 1e-6

@@ -9,8 +9,10 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
+from ..kernels.cluster_logits import cluster_logits
 from ..kernels.latent_attention import EMPTY, latent_attention
 from ..kernels.rg_lru import rg_lru
+from ..kernels.rotary_embedding import rotate
 from ..kernels.short_convolution import short_convolution
 from ..kernels.sliding_window_attention import WindowState, leaving_window, sliding_window_attention
 
@@ -35,12 +37,11 @@ class Variant:
     offset: int
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x (B, T, heads, d) in the half-split layout by cos, sin (B, T, d); lengths are kept."""
-    scale = torch.rsqrt(cos * cos + sin * sin)  # long-context variants scale cos and sin
-    cos, sin = (cos * scale).unsqueeze(2), (sin * scale).unsqueeze(2)
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-second, first], dim=-1) * sin
+def _turned_back(
+    at: tuple[torch.Tensor, torch.Tensor], cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosine and sine of the angles `at` minus those of cos and sin."""
+    return at[0] * cos + at[1] * sin, at[1] * cos - at[0] * sin
 
 
 def named(state: WindowState) -> dict[str, torch.Tensor]:
@@ -207,17 +208,15 @@ class LatteMixer(nn.Module):
         cos, sin = (r.float() for r in rotary)
         at_window, at_offset = ((offsets[0][:, i : i + 1].float(), offsets[1][:, i : i + 1].float()) for i in (0, 1))
         # Rotating by (offset - position) turns a query into one at `offset` from keys that are not rotated.
-        far_query = rotate(
-            query.float(), at_offset[0] * cos + at_offset[1] * sin, at_offset[1] * cos - at_offset[0] * sin
-        )
+        far_query = rotate(query, *_turned_back(at_offset, cos, sin))
         exact, lse, window_after = sliding_window_attention(
             query,
             key,
             value,
             window=window,
             sinks=sinks,
-            q_sink=far_query.to(query.dtype),
-            k_sink=rotate(key.float(), cos, -sin).to(key.dtype),
+            q_sink=far_query if sinks else None,
+            k_sink=rotate(key, cos, -sin) if sinks else None,
             scale=scaling,
             softcap=softcap,
             attention_mask=None if cu_seqlens is not None else attention_mask,
@@ -249,12 +248,10 @@ class LatteMixer(nn.Module):
             late_key, value = late[:2]
             token_theta = late[2] if token_theta is not None else None
             # The token that leaves stands `window` before the current one: undo the rotation it got there.
-            unrotated = rotate(
-                late_key.float(), at_window[0] * cos + at_window[1] * sin, at_window[1] * cos - at_window[0] * sin
-            )
+            unrotated = rotate(late_key, *_turned_back(at_window, cos, sin))
             gate = lse
         else:
-            unrotated, absorbed = rotate(key.float(), cos, -sin), attention_mask
+            unrotated, absorbed = rotate(key, cos, -sin), attention_mask
             gate = source @ self.gate_weight.float().T + self.gate_bias.float()
 
         out, latent_state = latent_attention(
@@ -293,15 +290,13 @@ class LatteMixer(nn.Module):
         """(B, T, H, L): how each query scores each latent, its mass aside."""
         logits = self.latent_bias.float()
         if self.from_data:
-            grouped = far_query.unflatten(2, (self.kv_heads, -1))
-            mean, variance = (
+            logits = cluster_logits(
+                far_query,
                 self.latent_key.float() * scaling,
-                self.latent_log_variance.float().exp() * (scaling**2 / 2),
+                logits,
+                square_weight=self.latent_log_variance.float().exp() * (scaling**2 / 2),
+                softcap=softcap,
             )
-            content = torch.einsum("btkgd,kld->btkgl", grouped, mean)
-            content = content + torch.einsum("btkgd,kld->btkgl", grouped * grouped, variance)
-            content = content.flatten(2, 3)
-            logits = logits + (content if softcap is None else softcap * torch.tanh(content / softcap))
         if self.from_tokens:
             logits = logits + (source @ self.q_latent.float().T).unflatten(-1, (self.heads, self.latents))
         return logits
@@ -310,10 +305,11 @@ class LatteMixer(nn.Module):
         """(B, T, H_kv, L): log share of each token in each latent, or the paper's free logits."""
         if not self.from_data:
             return torch.log_softmax(token_theta, dim=-1) if self.gate_kind == "lse" else token_theta
-        theta = torch.einsum("btkd,kld->btkl", unrotated, self.assign_weight.float()) + self.assign_bias.float()
+        shares = token_theta is None and not self.hard
+        theta = cluster_logits(unrotated, self.assign_weight.float(), self.assign_bias.float(), log_softmax=shares)
         if token_theta is not None:
             theta = theta + token_theta
         if self.hard:
             chosen = nn.functional.one_hot(theta.argmax(-1), self.latents).bool()
             return torch.where(chosen, 0.0, EMPTY)
-        return torch.log_softmax(theta, dim=-1)
+        return theta if shares else torch.log_softmax(theta, dim=-1)

@@ -11,9 +11,10 @@ from ..kernels.latent_attention import EMPTY, latent_attention
 from ..kernels.latent_attention.bidirectional import bidirectional_latent_attention
 from ..kernels.macchiato_attention import macchiato_attention
 from ..kernels.rg_lru import rg_lru
+from ..kernels.rotary_embedding import rotate
 from ..kernels.short_convolution import short_convolution
 from ..kernels.sliding_window_attention import WindowState, sliding_window_attention
-from .latte import WINDOW_FIELDS, init_rg_lru, named, rg_lru_gates, rotate
+from .latte import WINDOW_FIELDS, init_rg_lru, named, rg_lru_gates
 
 
 def rope_frequencies(dim: int, theta: float, device: torch.device | None = None) -> torch.Tensor:
@@ -152,13 +153,13 @@ class LatteAttention(nn.Module):
         v = self.v_proj(hidden_states).unflatten(-1, (-1, self.dim))
         if self.vapor_angles is not None:
             cos, sin = rotation(positions, self.vapor_angles)
-            v = rotate(v.float(), cos, -sin).to(v.dtype)
+            v = rotate(v, cos, -sin)
         window = latents = None
         if self.window is not None:
             # Without latents the source is all that reaches beyond the window, so queries and keys see it.
             seen = hidden_states if self.latents else source
             window = [p(seen).unflatten(-1, (-1, self.dim)) for p in (self.q_proj, self.k_proj)]
-            window = [rotate(x.float(), *rotary).to(v.dtype) for x in window]
+            window = [rotate(x, *rotary) for x in window]
         if self.latents:
             q, *gate = self.q_latent(source).split(self.logit_sizes, -1)
             q, theta = (x.unflatten(-1, (-1, self.latents)) for x in (q, self.k_latent(source)))
@@ -169,7 +170,7 @@ class LatteAttention(nn.Module):
             layer.store(new_states | carried | {"length": length + shape[1]})
 
         if self.vapor_angles is not None:
-            out = rotate(out.float(), cos, sin)
+            out = rotate(out, cos, sin)
         return self.o_proj(out.to(hidden_states.dtype).flatten(-2)).view(shape)
 
     def _source(
