@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from ..compilation import backward_compiled_together, forward_compiled_together, run
 from ..dispatch import on_own_device
 from ..tiles import (
-    HALF_WIDTH,
     LOG2E,
     dot,
     load_rows,
@@ -26,8 +25,7 @@ from ..tiles import (
     tile_width,
 )
 
-ROWS = 128  # tokens of one head that a program takes
-SUMMED = 64  # the same, where it goes through many
+SUMMED = 64  # tokens of one head that `_grad_weights` takes at a time
 
 
 @triton.jit
@@ -145,19 +143,18 @@ class _ClusterLogits(torch.autograd.Function):
     @staticmethod
     @forward_compiled_together
     def forward(ctx, x, weight, bias, squares, softcap, shares):
-        batch, time, heads, dim = x.shape
-        kv_heads, clusters = weight.shape[:2]
-        precision = product_precision(x.dtype)
-        tile = tile_width(clusters)
+        (batch, time, heads, dim), (kv_heads, clusters, _) = x.shape, weight.shape
+        tokens, precision, tile = batch * time, product_precision(x.dtype), tile_width(clusters)
+        whole = x.dtype == torch.float32  # products without tensor cores: larger tiles would not fit into registers
+        ctx.rows, ctx.softcap, ctx.operand = 32 if whole else 128, softcap, precision["OPERAND"]
         ctx.options = dict(
-            HEADS=heads, GROUP=heads // kv_heads, CLUSTERS=clusters, DIM=dim, SHARES=shares, BL=tile,
-            BK=32 if x.dtype == torch.float32 else HALF_WIDTH.value, PRECISION=precision["PRECISION"], num_warps=8 if tile > 64 else 4,
+            HEADS=heads, GROUP=heads // kv_heads, CLUSTERS=clusters, DIM=dim, SHARES=shares, BL=tile, BK=16 if whole else 64,
+            PRECISION=precision["PRECISION"], num_warps=8 if whole or tile > 64 else 4,
         )  # fmt: skip
-        ctx.operand, ctx.softcap, tokens = precision["OPERAND"], softcap, batch * time
         out = torch.empty(batch, time, heads, clusters, dtype=torch.float32, device=x.device)
         run(
-            _forward, (triton.cdiv(tokens, ROWS) * heads,),
-            x, weight, squares, bias, out, softcap, tokens, C=ROWS, num_stages=2, **ctx.options,
+            _forward, (triton.cdiv(tokens, ctx.rows) * heads,),
+            x, weight, squares, bias, out, softcap, tokens, C=ctx.rows, num_stages=2, **ctx.options,
         )  # fmt: skip
         ctx.save_for_backward(x, weight, bias, squares, out if shares or softcap is not None else None)
         return out
@@ -169,13 +166,13 @@ class _ClusterLogits(torch.autograd.Function):
         x, weight, bias, squares, out = saved
         grad = grad.contiguous()
         (batch, time, heads, dim), kv_heads = x.shape, weight.shape[0]
-        tokens, options = batch * time, dict(**ctx.options, OPERAND=ctx.operand)
-        blocks = triton.cdiv(tokens, ROWS)
+        tokens, options = batch * time, ctx.options | {"OPERAND": ctx.operand}
+        blocks = triton.cdiv(tokens, ctx.rows)
         grad_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         grad_bias = grad.new_empty(blocks, *bias.shape)
         run(
             _grad_rows, (blocks * heads,),
-            x, weight, squares, bias, out, grad, grad_x, grad_bias, ctx.softcap, tokens, C=ROWS, num_stages=1, **options,
+            x, weight, squares, bias, out, grad, grad_x, grad_bias, ctx.softcap, tokens, C=ctx.rows, num_stages=1, **options,
         )  # fmt: skip
         grads = [None, None]
         if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
