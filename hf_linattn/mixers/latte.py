@@ -208,7 +208,8 @@ class LatteMixer(nn.Module):
         cos, sin = (r.float() for r in rotary)
         at_window, at_offset = ((offsets[0][:, i : i + 1].float(), offsets[1][:, i : i + 1].float()) for i in (0, 1))
         # Rotating by (offset - position) turns a query into one at `offset` from keys that are not rotated.
-        far_query = rotate(query, *_turned_back(at_offset, cos, sin))
+        to_offset = _turned_back(at_offset, cos, sin)
+        far_query = rotate(query, *to_offset)
         exact, lse, window_after = sliding_window_attention(
             query,
             key,
@@ -248,7 +249,8 @@ class LatteMixer(nn.Module):
             late_key, value = late[:2]
             token_theta = late[2] if token_theta is not None else None
             # The token that leaves stands `window` before the current one: undo the rotation it got there.
-            unrotated = rotate(late_key, *_turned_back(at_window, cos, sin))
+            turned = to_offset if variant.window == variant.offset else _turned_back(at_window, cos, sin)
+            unrotated = rotate(late_key, *turned)
             gate = lse
         else:
             unrotated, absorbed = rotate(key, cos, -sin), attention_mask

@@ -3,13 +3,13 @@
 
 import torch
 
-from ..dispatch import needs_gradient, resolve_backend
+from ..dispatch import resolve_backend
 from .reference import cluster_logits_reference
 
 __all__ = ["cluster_logits", "cluster_logits_reference"]
 
 MAX_CLUSTERS = 128  # a Triton program holds those of one head
-MAX_STEPS = 16  # so many tokens, where no gradient is wanted, take the PyTorch path, which torch.compile can trace
+MAX_STEPS = 16  # so many tokens take the PyTorch path where torch.compile traces
 
 
 def cluster_logits(
@@ -56,6 +56,6 @@ def cluster_logits(
         limit = f"its kernels take up to {MAX_CLUSTERS} clusters and no float64, got {clusters} in {x.dtype}"
     chosen = resolve_backend("cluster_logits", backend, x.device, ("triton", "torch"), limit)
     run = cluster_logits_reference
-    if chosen == "triton" and x.numel() and (x.shape[1] > MAX_STEPS or needs_gradient(*inputs)):
+    if chosen == "triton" and x.numel() and not (torch.compiler.is_compiling() and x.shape[1] <= MAX_STEPS):
         from .fused import cluster_logits_fused as run
     return run(x, weight, bias, square_weight, softcap, log_softmax)

@@ -8,7 +8,7 @@ from .reference import rotate_reference
 
 __all__ = ["rotate", "rotate_reference"]
 
-MAX_STEPS = 16  # so many tokens, where no gradient is wanted, take the PyTorch path, which torch.compile can trace
+MAX_STEPS = 16  # so many tokens take the PyTorch path where torch.compile traces
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
@@ -34,7 +34,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backend: st
         )
     limit = "its kernels take no float64" if torch.float64 in (x.dtype, cos.dtype, sin.dtype) else None
     chosen = resolve_backend("rotate", backend, x.device, ("triton", "torch"), limit)
-    if chosen == "triton" and x.numel() and not needs_gradient(cos, sin) and (time > MAX_STEPS or needs_gradient(x)):
+    traced = torch.compiler.is_compiling() and time <= MAX_STEPS
+    if chosen == "triton" and x.numel() and not traced and not needs_gradient(cos, sin):
         from .fused import rotate_fused
 
         return rotate_fused(x, cos, sin)

@@ -9,6 +9,11 @@ from .reference import MASKED
 from .state import WindowState
 
 
+def _padded(x: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Zeros behind the last of x (B, T, ...); without any, `F.pad` would copy."""
+    return F.pad(x, (0, 0) * (x.dim() - 2) + (0, tokens)) if tokens else x
+
+
 def sliding_window_attention_chunked(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -50,10 +55,11 @@ def sliding_window_attention_chunked(
     pad = -time % block
     blocks = (time + pad) // block
     band = past + block + ahead
-    keys = F.pad(torch.cat([state.key[:, held], k], 1), (0, 0, 0, 0, 0, pad + ahead)).unfold(1, band, block)
-    values = F.pad(torch.cat([state.value[:, held], v], 1), (0, 0, 0, 0, 0, pad + ahead)).unfold(1, band, block)
-    keys_valid = F.pad(torch.cat([state.valid[:, held], valid], 1), (0, pad + ahead)).unfold(1, band, block)
-    queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(batch, blocks, block, kv_heads, group, dim)
+    keys, values, keys_valid = (
+        _padded(torch.cat([old[:, held], new], 1), pad + ahead).unfold(1, band, block)
+        for old, new in ((state.key, k), (state.value, v), (state.valid, valid))
+    )
+    queries = _padded(q, pad).view(batch, blocks, block, kv_heads, group, dim)
     # (batch, blocks, kv heads, group * block, ...)
     queries = queries.permute(0, 1, 3, 4, 2, 5).reshape(batch, blocks, kv_heads, group * block, dim)
     scores = capped(queries @ keys).unflatten(3, (group, block))
@@ -80,9 +86,8 @@ def sliding_window_attention_chunked(
             sink_value, sink_index = v[0, gather][document][None], first[document][None]
         # A sink speaks through the far query once the window has passed it.
         seen = (sink_index >= 0) & (index[None, :, None] - sink_index >= window)
-        pad_time = (0, 0, 0, 0, 0, 0, 0, pad)
-        sink_scores = F.pad(capped(sink_scores), pad_time).view(batch, blocks, block, kv_heads, group, sinks)
-        seen = F.pad(seen, (0, 0, 0, pad)).view(batch, blocks, 1, 1, block, sinks)
+        sink_scores = _padded(capped(sink_scores), pad).view(batch, blocks, block, kv_heads, group, sinks)
+        seen = _padded(seen, pad).view(batch, blocks, 1, 1, block, sinks)
         scores = torch.cat([scores, sink_scores.permute(0, 1, 3, 4, 2, 5)], -1)
         allowed = torch.cat([allowed, seen], -1)
     scores = scores.masked_fill(~allowed, MASKED)
@@ -95,7 +100,7 @@ def sliding_window_attention_chunked(
         if document is None:
             out = out + torch.einsum("bnkgcs,bskd->bnkgcd", far, sink_value[:, 0])
         else:
-            by_token = F.pad(sink_value, (0, 0, 0, 0, 0, 0, 0, pad)).view(batch, blocks, block, sinks, kv_heads, dim)
+            by_token = _padded(sink_value, pad).view(batch, blocks, block, sinks, kv_heads, dim)
             out = out + torch.einsum("bnkgcs,bncskd->bnkgcd", far, by_token)
     out = out.permute(0, 1, 4, 2, 3, 5).reshape(batch, blocks * block, heads, dim)[:, :time]
     lse = lse.permute(0, 1, 4, 2, 3).reshape(batch, blocks * block, heads)[:, :time]
