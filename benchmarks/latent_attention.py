@@ -39,9 +39,6 @@ QUICK_LENGTHS = (2048, 8192, 32768)
 TOKENS = 16384  # in all, unless one sequence is longer
 FIRST_LENGTH = 2048  # of first calls
 FLEX_LENGTH = 8192
-CONVERTED_LATENTS, CONVERTED_WINDOW, CONVERTED_SINKS = 128, 64, 4  # the defaults of conversion
-CONVERTED_LENGTHS = (2048, 8192, 32768)
-IN_PYTORCH_TO = 8192
 FEW_FROM = 65536  # tokens from which few repetitions are enough
 SDPA_BACKWARD_TO = 32768
 SCAN_WIDTHS = (768, 2304)
@@ -60,7 +57,6 @@ PASSES = {
 FIGURES = {  # of the tables, by section
     "operators": PASSES,
     "flex": PASSES | {"first_forward_s": "first forward s", "first_both_s": "first fwd+bwd s"},
-    "converted": {"forward_ms": "forward ms", "both_ms": "fwd+bwd ms", "both_mib": "fwd+bwd MiB"},
     "scans": {
         "forward_ms": "forward ms",
         "both_ms": "fwd+bwd ms",
@@ -79,8 +75,6 @@ INPUTS = {  # of each operator, in the order of its arguments
     "window": ("window_q", "window_k", "v"),
     "flex": ("window_q", "window_k", "v"),
     "sdpa": ("window_q", "window_k", "v"),
-    "converted": ("q", "theta", "window_q", "window_k", "v"),
-    "in PyTorch": ("q", "theta", "window_q", "window_k", "v"),
 }
 COLOURS = {
     "latent": "#e08e2b",
@@ -89,21 +83,17 @@ COLOURS = {
     "window": "#27865a",
     "flex": "#2c6fbb",
     "sdpa": "#7f8c8d",
-    "converted": "#8e44ad",
-    "in PyTorch": "#95a5a6",
     "rg_lru": "#34495e",
     "short_convolution": "#16a085",
 }
-OURS = COLOURS.keys() - {"flex", "sdpa", "in PyTorch"}
+OURS = COLOURS.keys() - {"flex", "sdpa"}
 
 
-def make_inputs(
-    batch: int, length: int, layout: tuple[int, int, int], device: str, latents: int = LATENTS
-) -> dict[str, torch.Tensor]:
+def make_inputs(batch: int, length: int, layout: tuple[int, int, int], device: str) -> dict[str, torch.Tensor]:
     """Latent logits q and theta, the gate, and the window's queries, keys and values, in bfloat16."""
     heads, kv_heads, dim = layout
     torch.manual_seed(0)
-    sizes = {"q": (heads, latents), "theta": (kv_heads, latents), "gate": (heads,)}
+    sizes = {"q": (heads, LATENTS), "theta": (kv_heads, LATENTS), "gate": (heads,)}
     sizes |= {"window_q": (heads, dim), "window_k": (kv_heads, dim), "v": (kv_heads, dim)}
     return {name: draw((batch, length, *size), device) for name, size in sizes.items()}
 
@@ -131,20 +121,6 @@ def find_operators(backend: str, window: int = WINDOW) -> dict[str, Callable]:
         return (out.transpose(1, 2),)
 
     return {"latent": latent, "macchiato": macchiato, "two calls": two_calls, "window": local, "sdpa": sdpa}
-
-
-def find_converted(backend: str, mass_length: int) -> Callable:
-    """Attention of a converted model: latents that count as often as tokens went into them, up to `mass_length` in all, under
-    one softmax with the window."""
-
-    def converted(q, theta, window_q, window_k, v):
-        exact, lse, _ = sliding_window_attention(
-            window_q, window_k, v, window=CONVERTED_WINDOW, sinks=CONVERTED_SINKS, backend=backend
-        )
-        options = dict(gate=lse, gate_value=exact, use_mass=True, mass_length=mass_length)
-        return latent_attention(q, theta, v, **options, backend=backend)
-
-    return converted
 
 
 def find_flex(length: int, device: str, window: int = WINDOW) -> Callable:
@@ -334,7 +310,6 @@ def main(arguments: list[str] | None = None) -> int:
     lengths = (32, 64) if tiny else QUICK_LENGTHS if options.quick else LENGTHS
     tokens, flex_length, batches = (64, 64, (1, 2)) if tiny else (TOKENS, FLEX_LENGTH, (1, 4, 16, 64, 256))
     scan_length, scan_widths = (64, (8, 24)) if tiny else (TOKENS, SCAN_WIDTHS)
-    converted_lengths = (64,) if tiny else CONVERTED_LENGTHS
     decode_layout = TINY["16x128"] if tiny else DECODE_LAYOUT
     bandwidth = common.copy_bandwidth(device)
     environment = common.describe(
@@ -344,7 +319,6 @@ def main(arguments: list[str] | None = None) -> int:
         dtype="bfloat16, states float32",
         latents=LATENTS,
         window=WINDOW,
-        converted=f"window {CONVERTED_WINDOW}, sinks {CONVERTED_SINKS}, latents {CONVERTED_LATENTS}",
         shapes={name: "heads {}, kv heads {}, channels {}".format(*shape) for name, shape in layouts.items()},
         decode_shape="heads {}, kv heads {}, channels {}".format(*decode_layout),
     )
@@ -370,14 +344,6 @@ def main(arguments: list[str] | None = None) -> int:
         if "flex" in options.only:
             inputs = make_inputs(max(1, tokens // flex_length), flex_length, layout, device)
             record.add("flex", name, flex_length, "flex", attend_flex, layout, inputs, device, bandwidth)
-        for length in converted_lengths if "converted" in options.only else ():
-            inputs = make_inputs(max(1, tokens // length), length, layout, device, CONVERTED_LATENTS)
-            calls = {"converted": find_converted(options.backend, length // 4), "sdpa": operators["sdpa"]}
-            if length <= IN_PYTORCH_TO:
-                calls["in PyTorch"] = find_converted("torch", length // 4)
-            for operator, call in calls.items():
-                tensors = [inputs[x] for x in INPUTS[operator]]
-                record.add("converted", name, length, operator, speed, call, tensors, device, bandwidth)
     for width in scan_widths if "scans" in options.only else ():
         for operator, (call, inputs) in find_scans(scan_length, width, options.backend, device).items():
             record.add("scans", f"{width} channels", scan_length, operator, speed, call, inputs, device, bandwidth)

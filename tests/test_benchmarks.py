@@ -111,7 +111,6 @@ def test_reduced_form_of_latent_attention(latent_program, tmp_path, capsys):
         without_floor = row["operator"] == "sdpa"
         names = [x for x in program.FIGURES[row["section"]] if not (without_floor and x.endswith("three_phase"))]
         assert all(row[name] > 0 for name in names if name != "both_mib")  # of a GPU's memory
-    assert {row["operator"] for row in rows if row["section"] == "converted"} == {"converted", "in PyTorch", "sdpa"}
     assert "| gemma-2-2b | 32 |" in capsys.readouterr().out
 
     again = tmp_path / "again"
@@ -169,3 +168,34 @@ def test_three_phase_floor(latent_program, layout, inputs_and_outputs, states, w
     assert gated == pytest.approx(inputs_and_outputs + states, abs=1)
     assert found["latent"] == pytest.approx(gated - 2 * heads * (dim + 1) * 16384 / 1e6)
     assert found["macchiato"] == pytest.approx(found["two calls"] - 2 * 2 * heads * dim * 16384 / 1e6)
+
+
+@pytest.mark.parametrize("layout", ["llama-3.2-1b", "gemma-2-2b"])
+def test_reduced_form_of_converted_layers(layout, folder_of_programs, tmp_path, capsys):
+    program = load(folder_of_programs, "converted_layer")
+    assert program.main(["--device", "cpu", "--quick", "--layouts", layout, "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "converted_layer.json").read_text())["rows"]
+    assert {(row["section"], row["operator"]) for row in rows} == {
+        (section, operator)
+        for section in program.FIGURES
+        for operator in program.COLOURS
+        if section != "first-call" or operator == "converted"
+    }
+    for row in rows:
+        assert all(row[name] > 0 for name in program.FIGURES[row["section"]] if name != "both_mib")
+    assert f"| {layout} | 128 |" in capsys.readouterr().out
+    assert (tmp_path / "converted_layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layout", ["llama-3.2-1b", "gemma-2-2b"])
+def test_layers_that_are_measured_attend_causally(layout, folder_of_programs):
+    program = load(folder_of_programs, "converted_layer")
+    for converted in (True, False):
+        layer = program.Layer(layout, converted, "cpu")
+        hidden = torch.randn(2, 100, layer.width).bfloat16()
+        changed = hidden.clone()
+        changed[:, 60:] += 1
+        with torch.no_grad():
+            before, after = (layer.prepare(100)(x)[:, :60] for x in (hidden, changed))
+        assert torch.equal(before, after) and before.any()
+        assert bool(layer.trained) == converted

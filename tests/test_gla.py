@@ -195,9 +195,22 @@ def test_fla_checkpoints_that_cannot_be_imported(tmp_path):
         from_fla(tmp_path)
 
 
+@pytest.fixture
+def no_search(monkeypatch):
+    """Triton's autotuners take the first of their configurations: that package's search for the fastest takes minutes."""
+    autotuner = pytest.importorskip("triton.runtime.autotuner").Autotuner
+    search = autotuner.run
+
+    def run(self, *args, **kwargs):
+        self.configs = self.configs[:1]
+        return search(self, *args, **kwargs)
+
+    monkeypatch.setattr(autotuner, "run", run)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("form", FLA_FORMS)
-def test_import_computes_what_fla_computes(form, tmp_path):
+def test_import_computes_what_fla_computes(form, tmp_path, no_search):
     """Against the package itself: up to 64 tokens it runs token by token, beyond in chunks with TF32 products."""
     fla = pytest.importorskip("fla.models")
     # a large eps, as the norm of a small output would magnify TF32 errors

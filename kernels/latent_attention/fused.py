@@ -44,6 +44,7 @@ NOTHING = tl.constexpr(EMPTY)
 OCCUPIED = tl.constexpr(EMPTY / 2)
 COLUMNS = 64  # latents of all heads, side by side, that one program takes
 STAGES = 8  # rows or chunks whose loads are under way
+EXACT_ROWS = 32  # of the exact branch, that one program takes
 
 
 @triton.jit
@@ -188,12 +189,13 @@ def _load_chunk_masses(
 
 
 @triton.jit
-def _near_pairs(a, z, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr):
-    """Weight of each token of a chunk in the output of each row, sum_l a_t exp(theta_s - z_t), right for near rows."""
+def _near_pairs(faded, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr):
+    """Weight of each token of a chunk in the output of each row, sum_l a_t exp(theta_s - z_t), right for near rows; `faded` is
+    a exp(anchor - z)."""
     rows = tl.arange(0, C)
     # where a latent is empty at the anchor, a or exp(anchor - z) is 0, whatever its key
     key = tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD))
-    pairs = rounded_dot(a * tl.exp2(anchor[None, :] - z), tl.trans(key), PRECISION)
+    pairs = rounded_dot(faded, tl.trans(key), PRECISION)
     return tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
 
 
@@ -257,10 +259,11 @@ def _prepare(
     logits = _load_logits(theta, start, left, 0, kv_columns, C, 1, kv_width)
     z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
     a, own = _weights(q, gate, z, start, left, columns, heads, log_length, HEADS, width, MASS, C, P)
+    faded = a * tl.exp2(anchor[None, :] - z)
     if FAR:
         for i in range(P):  # unrolled, it would compile much longer, and it seldom runs
             of_head = tl.where((part == i)[None, :], a, 0.0)
-            pairs = _near_pairs(of_head, z, anchor, logits, C, PRECISION)
+            pairs = _near_pairs(tl.where((part == i)[None, :], faded, 0.0), anchor, logits, C, PRECISION)
             pairs = _far_pairs(
                 pairs, of_head, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION, EXACT
             )
@@ -268,11 +271,11 @@ def _prepare(
             store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
     else:
         for i in tl.static_range(P):
-            pairs = _near_pairs(tl.where((part == i)[None, :], a, 0.0), z, anchor, logits, C, PRECISION)
+            pairs = _near_pairs(tl.where((part == i)[None, :], faded, 0.0), anchor, logits, C, PRECISION)
             count = tl.where(block * P + i < HEADS, left, 0)
             store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
         tl.store(mark, (tl.max(last - anchor, 0) > SPREAD).to(tl.int32))
-        store_rows(reader, a * tl.exp2(before[None, :] - z), start, left, 0, columns, C, 1, width)
+        store_rows(reader, faded * tl.exp2(before - anchor)[None, :], start, left, 0, columns, C, 1, width)
         if gate is not None:
             store_rows(own_shares, own, start, left, 0, heads, C, 1, HEADS)
         if shares is not None:
@@ -289,18 +292,31 @@ def _prepare(
                 store_rows(gates, log, start, left, 0, into, C, 1, kv_width)
 
 
+@triton.jit(do_not_specialize=["tokens"])
+def _grad_exact(
+    exact, grad_out, own_shares, grad_exact, exact_delta, tokens,
+    HEADS: tl.constexpr, DIM: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """C tokens of one head: the exact branch's gradient, and that of its probability."""
+    n, head, _ = place_in_grid(HEADS, 1)
+    start, left = n.to(tl.int64) * C, tokens - n * C
+    rows, values = tl.arange(0, C), tl.arange(0, BV)
+    grads = load_rows(grad_out, start, left, head, values, C, HEADS, DIM).to(tl.float32)
+    result = load_rows(exact, start, left, head, values, C, HEADS, DIM).to(tl.float32)
+    at = (start + rows) * HEADS + head
+    own = tl.load(own_shares + at, mask=rows < left, other=0.0)
+    tl.store(exact_delta + at, tl.sum(result * grads, 1), mask=rows < left)
+    store_rows(grad_exact, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
+
+
 @triton.jit
 def _gather(
-    shares, own_shares, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
-    chunks, log_length,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, DIM: tl.constexpr, MASS: tl.constexpr,
-    C: tl.constexpr, BL: tl.constexpr, BV: tl.constexpr,
+    shares, own_shares, deltas, masses, befores, exact_delta, grad_q, grad_gate, sent, sums, chunks, log_length,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and key/value head, with delta the gradients of the probabilities a: gradients of query logits, gate and exact
-    branch; what each row sends to the masses of its latents, a delta minus the gradient that reaches z through the query
-    logits (papers: Latte, section 2.6, where W sums it), and its sum at the chunk's start.
-
-    `exact_delta` is the exact branch times grad_out where that is known and the branch itself was not kept.
+    """One chunk and key/value head, with delta the gradients of the probabilities a, `exact_delta` that of the exact branch's:
+    gradients of query logits and gate; what each row sends to the masses of its latents, a delta minus the gradient that
+    reaches z through the query logits (papers: Latte, section 2.6, where W sums it), and its sum at the chunk's start.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
     n, kv_head, _ = place_in_grid(kv_heads, 1)
@@ -321,16 +337,7 @@ def _gather(
         if own_shares is not None:
             at = (start + rows) * HEADS + head
             own = tl.load(own_shares + at, mask=rows < left, other=0.0)
-            if exact is None:
-                product = tl.load(exact_delta + at, mask=rows < left, other=0.0)
-            else:
-                product = tl.zeros((C,), tl.float32)
-                for tile in range(0, DIM, BV):
-                    values = tile + tl.arange(0, BV)
-                    grads = load_rows(grad_out, start, left, head, values, C, HEADS, DIM).to(tl.float32)
-                    result = load_rows(exact, start, left, head, values, C, HEADS, DIM).to(tl.float32)
-                    product += tl.sum(result * grads, 1)
-                    store_rows(grad_exact, own[:, None] * grads, start, left, head, values, C, HEADS, DIM)
+            product = tl.load(exact_delta + at, mask=rows < left, other=0.0)
             expected += own * product
             # product - expected, without its cancellation where own is near 1
             change = product * tl.sum(a, 1) - tl.sum(by_row, 1)
@@ -520,8 +527,8 @@ class Latents(Recurrence):
     def backward(
         self, q, theta, gate, masses, befores, start, grad_out, by_mean, by_mass, exact=None, exact_delta=None
     ) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of q, theta, v, gate, the exact branch (not given `exact_delta`, see `_gather`), the initial means and,
-        these fixed, minus that of the initial masses.
+        """Gradients of q, theta, v, gate, the exact branch, the initial means and, these fixed, minus that of the initial
+        masses. Of the exact branch, which one pass does not keep, `exact_delta` is its product with grad_out.
 
         `by_mean` and `by_mass` are the same of the final state, `start` the means that segments start from.
         """
@@ -534,11 +541,17 @@ class Latents(Recurrence):
         sent, sums, ends = (torch.empty_like(x) for x in (masses, befores, befores))
         grad_mass = self.new(len(plan.documents), self.kv_heads, self.dim_k)
         tile = triton.next_power_of_2(self.dim_k)
+        if exact is not None:
+            exact_delta = torch.empty_like(own)
+            run(
+                _grad_exact, (triton.cdiv(self.tokens, EXACT_ROWS) * self.heads,),
+                exact, grad_out, own, grad_exact, exact_delta, self.tokens, HEADS=self.heads, DIM=self.dim_v, C=EXACT_ROWS,
+                BV=triton.next_power_of_2(self.dim_v), num_warps=4,
+            )  # fmt: skip
         run(
             _gather, (len(plan.chunks) * self.kv_heads,),
-            shares, own, deltas, masses, befores, exact, exact_delta, grad_out, grad_q, grad_gate, grad_exact, sent, sums,
-            plan.chunks, self.log_length, DIM=self.dim_v, BL=tile,
-            BV=min(triton.next_power_of_2(self.dim_v), 64), **self.options, num_warps=4 if tile <= 64 else 8,
+            shares, own, deltas, masses, befores, exact_delta, grad_q, grad_gate, sent, sums, plan.chunks, self.log_length,
+            BL=tile, **self.options, num_warps=4 if tile <= 64 else 8,
         )  # fmt: skip
         self.columns(
             _carry_back, len(plan.documents), sums, ready.kept, by_mass, ends, grad_mass, plan.documents, plan.segments,
