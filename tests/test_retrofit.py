@@ -220,6 +220,26 @@ def test_gradients_reach_all_new_weights(convert, form, checkpointing):
     assert without == expected
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_mixed_precision_attends_in_half_precision(convert, form):
+    """Rotary embedding leaves queries and keys in float32 there, whose kernels are slower by far."""
+    model, x, seen = copy.deepcopy(convert("llama", **FORMS[form])[1]).train(), tokens(2, 40), set()
+    for layer in model.model.layers:
+        layer.self_attn.linattn.register_forward_pre_hook(lambda _, args: seen.update(a.dtype for a in args[:3]))
+    expected = model(x).logits
+    assert seen == {torch.float32}
+    seen.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(x, labels=x)
+    assert seen == {torch.bfloat16}
+    out.loss.backward()
+    # a hard assignment may turn over by rounding
+    assert form == "hard" or (out.logits.float() - expected).norm() < 0.1 * expected.norm()
+    assert all(
+        p.grad is None or (p.grad.dtype == torch.float32 and p.grad.isfinite().all()) for p in model.parameters()
+    )
+
+
 def test_variants(convert):
     _, model, _ = convert("llama")
     x = tokens(1, 60)

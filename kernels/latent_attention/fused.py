@@ -30,7 +30,6 @@ from ..tiles import (
     load_state,
     place_in_grid,
     rounded_dot,
-    selected_sums,
     store_rows,
     store_state,
     tile_width,
@@ -202,7 +201,7 @@ def _near_pairs(faded, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr)
 @triton.jit
 def _far_pairs(
     pairs, a, z, anchor, logits, masses, start, left, columns,
-    C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    C: tl.constexpr, WIDTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same, given that, for all rows."""
     rows = tl.arange(0, C)
@@ -213,10 +212,7 @@ def _far_pairs(
         half = 1 << (level - 1)
         late, middle = rows // half % 2 == 1, rows // (2 * half) * (2 * half) + half - 1
         across = (middle[:, None] == middle[None, :]) & (late & (near == 0))[:, None] & (late == 0)[None, :]
-        if z.shape[1] > 64:  # its parts would take half of the shared memory
-            anchors = _load_masses(masses, start, tl.minimum(middle, left - 1), 0, columns, 1, WIDTH)
-        else:
-            anchors = selected_sums(middle[:, None] == rows[None, :], z, EXACT)
+        anchors = _load_masses(masses, start, tl.minimum(middle, left - 1), 0, columns, 1, WIDTH)
         read = a * tl.exp2(tl.minimum(anchors - z, 0.0))
         part = rounded_dot(read, tl.trans(_share(logits, anchors)), PRECISION)
         pairs += tl.where(across, part, 0.0)
@@ -228,7 +224,7 @@ def _prepare(
     q, theta, gate, masses, befores, scores, rest, far, reader, writer, kept, shares, own_shares, keys, gates,
     chunks, log_length, total_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
-    P: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr, FAR: tl.constexpr,
+    P: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
 ):  # fmt: skip
     """One chunk and P query heads, side by side: what walks take, see `Prepared`, and the share of the exact branch. For the
     backward pass `shares` takes the probabilities a, `keys` exp(theta_t - z_t) and `gates` z_{t-1} - z_t (natural logarithm).
@@ -265,7 +261,7 @@ def _prepare(
             of_head = tl.where((part == i)[None, :], a, 0.0)
             pairs = _near_pairs(tl.where((part == i)[None, :], faded, 0.0), anchor, logits, C, PRECISION)
             pairs = _far_pairs(
-                pairs, of_head, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION, EXACT
+                pairs, of_head, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION
             )
             count = tl.where(block * P + i < HEADS, left, 0)
             store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
@@ -508,7 +504,6 @@ class Latents(Recurrence):
         ready = self.new_prepared(queries=True, rest=backward and self.state_dtype == torch.bfloat16)
         own = None if gate is None else self.new(*gate.shape)
         shares, keys, gates = (self.new(*x.shape) if backward else None for x in (q, theta, theta))
-        products = {name: self.precision[name] for name in ("PRECISION", "EXACT")}
         # heads with few latents stand side by side in a tile
         tile = tile_width(self.dim_k)
         together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.heads))
@@ -520,7 +515,7 @@ class Latents(Recurrence):
                 _prepare, grid,
                 q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
                 keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile, P=together, FAR=far,
-                **self.options, **products, num_warps=warps,
+                **self.options, PRECISION=self.precision["PRECISION"], num_warps=warps,
             )  # fmt: skip
         return ready, (own, shares, keys, gates)
 

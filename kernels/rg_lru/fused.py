@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..compilation import backward_compiled_together, forward_compiled_together, run
 from ..dispatch import on_own_device
 from ..packing import document_borders, document_index
 from ..tiles import LOG2E
@@ -263,9 +264,10 @@ class _Problem:
         if not self.plan.joined:
             return initial
         decays, ends, starts = (self.new(self.plan.segments) for _ in range(3))
-        kernel[self.grid](*arguments, decays, ends, self.plan.segments, **self.options)
+        run(kernel, self.grid, *arguments, decays, ends, self.plan.segments, **self.options)
         columns = 32  # few programs, so small ones
-        _join[(len(self.plan.documents) * triton.cdiv(self.width, columns),)](
+        run(
+            _join, (len(self.plan.documents) * triton.cdiv(self.width, columns),),
             decays, ends, initial, starts, self.plan.documents, REVERSE=reverse,
             **self.options | dict(C=columns, STAGES=2 * STAGES),
         )  # fmt: skip
@@ -274,12 +276,13 @@ class _Problem:
 
 class _RGLRU(torch.autograd.Function):
     @staticmethod
+    @forward_compiled_together
     def forward(ctx, x, r, i, rate, initial, before, begins, borders):
         problem = _Problem(x, borders)
         inputs = x, r, i, rate, before, begins
         starts = problem.starts(initial, _walk, *inputs, None, None, None, reverse=False)
         out, final = torch.empty_like(x), problem.new(problem.plan.documents)
-        _walk[problem.grid](*inputs, starts, out, final, None, None, problem.plan.segments, **problem.options)
+        run(_walk, problem.grid, *inputs, starts, out, final, None, None, problem.plan.segments, **problem.options)
         ctx.save_for_backward(x, r, i, rate, initial, before, begins, out)
         ctx.borders = borders
         ctx.set_materialize_grads(False)
@@ -287,8 +290,9 @@ class _RGLRU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out, grad_final):
-        x, r, i, rate, initial, before, begins, out = ctx.saved_tensors
+    @backward_compiled_together
+    def backward(ctx, saved, grad_out, grad_final):
+        x, r, i, rate, initial, before, begins, out = saved
         problem = _Problem(x, ctx.borders)
         grad_out = torch.zeros_like(x) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
@@ -296,7 +300,8 @@ class _RGLRU(torch.autograd.Function):
         grads = [torch.empty_like(t) for t in (x, r, i)]
         grad_rate = problem.new(problem.plan.segments)
         grad_initial = None if initial is None else torch.empty_like(initial)
-        _gradients[problem.grid](
+        run(
+            _gradients, problem.grid,
             x, r, i, rate, out, initial, grad_out, later, before, begins, *grads, grad_rate, grad_initial,
             problem.plan.segments, **problem.options,
         )  # fmt: skip

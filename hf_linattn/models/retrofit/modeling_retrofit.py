@@ -35,7 +35,9 @@ IMPLEMENTATION = "hf_linattn"
 def linattn_attention(module, query, key, value, attention_mask, scaling=None, softcap=None, **kwargs):
     """Attention function of converted layers: heads second, `linattn_*` arguments from our model, no weights out."""
     call = kwargs["linattn_call"]
-    cache = call["cache"]
+    cache, device = call["cache"], query.device.type
+    if torch.is_autocast_enabled(device):  # rotary embedding by float32 cosines leaves queries and keys in float32
+        query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     layer = cache.layers[module.layer_idx] if cache is not None else None
     out, states = module.linattn(
         query.transpose(1, 2),
