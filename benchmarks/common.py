@@ -96,10 +96,12 @@ def measure(call: Callable, device: str, repetitions: int = 20) -> tuple[float, 
     if device == "cpu":
         return 1e3 * host, 1e3 * host
     torch.cuda.synchronize()
-    # the device spins while the host fills its queue, so that no gap between launches is measured; 2e9 cycles a second
-    torch.cuda._sleep(int(min(0.5, 1.5 * repetitions * host) * 2e9))
+    # before each call the device spins while the host fills its queue, so that no gap between launches is measured; once for
+    # all calls would not do, as a queue of some thousand launches lets the host wait; 2e9 cycles a second
+    spin = int(min(0.1, 1.5 * host) * 2e9)
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repetitions)]
     for before, after in events:
+        torch.cuda._sleep(spin)
         before.record()
         call()
         after.record()

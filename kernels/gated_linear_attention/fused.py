@@ -314,8 +314,8 @@ def _walk(
     REVERSE: tl.constexpr, CHANNEL: tl.constexpr, C: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Carry the state through one segment: out = scores @ value + reader @ state, where out is wanted, plus shares * other if
-    given (a share per row and head); keep the states, the one that chunk number `base` meets as the first.
+    """Carry the state through one segment: out = scale * (scores @ value + reader @ state), where out is wanted, plus shares *
+    other if given (a share per row and head); keep the states, the one that chunk number `base` meets as the first.
 
     Forward, queries read (decayed here, if `g` is given), keys write and the values are v. In reverse, keys read, queries
     write, the values are the gradients of the output, the scores are transposed, and out is the gradient of v.
@@ -351,7 +351,7 @@ def _walk(
                 read = load_rows(reader, first, left, head, columns, C, KV_HEADS * READERS, DIM_K)
                 if g is not None:
                     gates = _load_gates(g, first, left, kv_head, columns, C, KV_HEADS, DIM_K, CHANNEL)
-                    read = read * (tl.exp2(_upto(gates, CHANNEL, C, EXACT)) * scale)
+                    read = read * tl.exp2(_upto(gates, CHANNEL, C, EXACT))
                 result = dot(read, old, OPERAND, PRECISION)
                 for w in range(WRITERS):
                     at_head = (kv_head * READERS * WRITERS + r * WRITERS + w).to(tl.int64) * total_tokens
@@ -369,6 +369,7 @@ def _walk(
                         result += dot(tl.trans(weights), v_rows, OPERAND, PRECISION)
                     else:
                         result += dot(weights, v_rows, OPERAND, PRECISION)
+                result *= scale
                 if other is not None:
                     share = tl.load(shares + (first + rows) * (KV_HEADS * READERS) + head, mask=rows < left, other=0.0)
                     rest_of = load_rows(other, first, left, head, values, C, KV_HEADS * READERS, DIM_V)
@@ -696,7 +697,7 @@ class Recurrence:
             _walk, ((last - first) * self.kv_heads * triton.cdiv(self.dim_v, config["BV"]),),
             reader, writer, value, gates, ready.kept, ready.scores, ready.rest, other, shares, out, states, base,
             None if start is None else start[first:], final, self.plan.segments[first:],
-            self.scale, self.tokens,
+            1.0 if reverse else self.scale, self.tokens,
             READERS=1 if reverse else self.group, WRITERS=self.group if reverse else 1, REVERSE=reverse,
             C=CHUNK, CHANNEL=self.channel, **self.shape, **self.precision, **config,
         )  # fmt: skip
@@ -751,7 +752,8 @@ class Recurrence:
         return self.v.new_empty(len(self.plan.documents), self.kv_heads, self.dim_k, self.dim_v, dtype=torch.float32)
 
 
-def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepared:
+def _prepared(problem: Recurrence, q, k, g, scale: float, queries: bool, rest: bool) -> Prepared:
+    """Scores and queries times `scale`."""
     ready = problem.new_prepared(queries, rest)
     grid = (len(problem.plan.chunks) * problem.heads,)
     strong = torch.empty(grid, dtype=torch.int32, device=q.device)
@@ -759,12 +761,12 @@ def _prepared(problem: Recurrence, q, k, g, queries: bool, rest: bool) -> Prepar
     run(
         _prepare, grid,
         q, k, g, ready.scores, ready.rest, strong, ready.q, ready.k, ready.kept, problem.plan.chunks,
-        problem.scale, problem.tokens, CHANNEL=problem.channel, **options,
+        scale, problem.tokens, CHANNEL=problem.channel, **options,
     )  # fmt: skip
     if problem.channel:
         run(
             _prepare_strong, grid,
-            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, problem.scale, problem.tokens,
+            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, scale, problem.tokens,
             LEVELS=CHUNK.bit_length(), **options,
         )  # fmt: skip
     return ready
@@ -775,8 +777,9 @@ class _GatedLinearAttention(torch.autograd.Function):
     @forward_compiled_together
     def forward(ctx, q, k, v, g, initial, scale, borders, forward_only):
         problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, scale, borders, forward_only)
-        # decayed queries are worth their memory where several programs would form them
-        ready = _prepared(problem, q, k, g, queries=problem.dim_v > 2 * problem.launch.walk["BV"], rest=False)
+        # The walk scales its results: scaled queries would be rounded once more where nothing has decayed. Decayed queries are
+        # worth their memory where several programs would form them.
+        ready = _prepared(problem, q, k, g, 1.0, queries=problem.dim_v > 2 * problem.launch.walk["BV"], rest=False)
         start = problem.starts(initial, ready.k, v, ready.kept, reverse=False)
         out, final = v.new_empty(*q.shape[:3], v.shape[3]), problem.new_final()
         reader, gates = (q, g) if ready.q is None else (ready.q, None)
@@ -795,7 +798,7 @@ class _GatedLinearAttention(torch.autograd.Function):
         grad_out = v.new_zeros(*q.shape[:3], v.shape[3]) if grad_out is None else grad_out.contiguous()
         grad_final = None if grad_final is None else grad_final.contiguous()
         problem = Recurrence(v, q.shape[2], q.shape[3], g.dim() == 4, ctx.scale, ctx.borders)
-        ready = _prepared(problem, q, k, g, queries=True, rest=problem.state_dtype == torch.bfloat16)
+        ready = _prepared(problem, q, k, g, ctx.scale, queries=True, rest=problem.state_dtype == torch.bfloat16)
         # a chunk's decayed queries and keys are done with when its gradients are written
         grad_q, grad_k = (y if x.dtype == y.dtype else torch.empty_like(x) for x, y in ((q, ready.q), (k, ready.k)))
         # one gate per head sums over the slabs
