@@ -28,6 +28,7 @@ SMALL_PROGRAMS = {
     "examples/train_from_scratch.py": "--vocab 300 --hidden 32 --layers 1 --heads 2 --length 32 --steps 2".split(),
     "benchmarks/gated_linear_attention.py": "--device cpu --quick --layouts 16x128 --only speed".split(),
     "benchmarks/latent_attention.py": "--device cpu --quick --layouts 16x128 --only operators".split(),
+    "benchmarks/converted_layer.py": "--device cpu --quick --layouts llama-3.2-1b --only layer".split(),
     "benchmarks/latte_language_modelling.py": (
         "--models Latte Transformer++ --seeds 0 --hidden 32 --layers 1 --heads 2 --length 32 --batch 2 --steps 2"
     ).split(),
@@ -104,7 +105,7 @@ def test_programs_and_python_blocks_run(repo_root, user_folder):
         )
     assert (user_folder / "converted" / "report.json").is_file()
     assert (user_folder / "imported-gla" / "model.safetensors").is_file()
-    for name in ("gated_linear_attention", "latent_attention", "latte_language_modelling"):
+    for name in ("gated_linear_attention", "latent_attention", "converted_layer", "latte_language_modelling"):
         assert (user_folder / "benchmarks" / "data" / f"{name}.json").is_file()
 
 
