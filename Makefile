@@ -27,6 +27,7 @@ ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) tests/kernels/test_gated_linear_attention.py \
 		tests/kernels/test_latent_attention.py tests/kernels/test_macchiato_attention.py tests/kernels/test_rg_lru.py \
 		tests/kernels/test_short_convolution.py tests/kernels/test_sliding_window_attention.py \
+		tests/kernels/test_cluster_logits.py tests/kernels/test_rotary_embedding.py \
 		-k "triton and not (long_memory or half_precision or split_anywhere or permutations or same_bits or \
 		test_latent_attention and (definition or attention_mask or large_logits or rows_are))"
 endif

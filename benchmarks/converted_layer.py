@@ -125,9 +125,13 @@ def decode(layout: str, converted: bool, batch: int, context: int, device: str) 
     return {"step_us": 1e3 * ms, "host_us": 1e3 * host_ms}
 
 
+def first_length(device: str) -> int:
+    return 64 if device == "cpu" else FIRST_LENGTH
+
+
 def run_child(options: argparse.Namespace, layout: str) -> None:
     """What a fresh process does once its line comes."""
-    length = 64 if options.device == "cpu" else FIRST_LENGTH
+    length = first_length(options.device)
     layer = Layer(layout, options.first_call_of == "converted", options.device)
     call, hidden = layer.prepare(length), draw((1, length, layer.width), options.device)
     sys.stdin.readline()
@@ -171,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
         if "first-call" in options.only:
             with tempfile.TemporaryDirectory() as cache:
                 child = common.start_child(__file__, "converted", layout, options, cache)
-                record.add("first-call", layout, FIRST_LENGTH, "converted", common.finish_child, child)
+                record.add("first-call", layout, first_length(device), "converted", common.finish_child, child)
         for operator in COLOURS:
             converted, eager = operator == "converted", LAYOUTS[layout][0] == "gemma2"
             for length in lengths if "layer" in options.only else ():

@@ -12,6 +12,8 @@ import torch
 BACKENDS = ("auto", "triton", "torch")
 MIN_CAPABILITY = (8, 0)  # bfloat16 in hardware
 
+MAX_TRACED = 16  # tokens
+
 _warned: set[str] = set()
 
 
@@ -58,6 +60,12 @@ def on_own_device(launching: Callable) -> Callable:
 def needs_gradient(*tensors: torch.Tensor | None) -> bool:
     """Whether autograd will want something of a call on these."""
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def traces_few(tokens: int) -> bool:
+    """Whether torch.compile traces a call on few tokens, as in decoding. The PyTorch path is to serve it: that becomes one
+    graph, which a kernel's launch would break."""
+    return torch.compiler.is_compiling() and tokens <= MAX_TRACED
 
 
 @torch.compiler.assume_constant_result  # runs while torch.compile traces: the warning breaks no graph

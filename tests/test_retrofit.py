@@ -240,6 +240,13 @@ def test_mixed_precision_attends_in_half_precision(convert, form):
     )
 
 
+def test_other_types_than_float32_are_left_alone_by_autocast(convert):
+    model = copy.deepcopy(convert("llama")[1])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.double()(tokens(1, 20)).logits.isfinite().all()
+    assert model.to("meta")(tokens(1, 20).to("meta")).logits.shape[:2] == (1, 20)
+
+
 def test_variants(convert):
     _, model, _ = convert("llama")
     x = tokens(1, 60)

@@ -207,7 +207,8 @@ class LatteMixer(nn.Module):
         window_state = WindowState(**{n: states[n] for n in WINDOW_FIELDS}) if states else None
         cos, sin = (r.float() for r in rotary)
         at_window, at_offset = ((offsets[0][:, i : i + 1].float(), offsets[1][:, i : i + 1].float()) for i in (0, 1))
-        # Rotating by (offset - position) turns a query into one at `offset` from keys that are not rotated.
+        # Rotating by (offset - position) turns a query into one at `offset` from keys that are not rotated. As after the
+        # family's own rotation, queries and keys are rounded to the model's type before they are scored.
         to_offset = _turned_back(at_offset, cos, sin)
         far_query = rotate(query, *to_offset)
         exact, lse, window_after = sliding_window_attention(

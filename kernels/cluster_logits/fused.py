@@ -1,9 +1,9 @@
 # Copyright 2026 The hf-linattn authors. Licensed under the Apache License, Version 2.0.
 """Logits of clusters in Triton: forward and backward.
 
-`_forward` reads each token once and writes its logits, products in TF32. Backward: `_change` turns a gradient of logits into
-one of the products before them, `_grad_rows` brings it to tokens and biases, `_grad_weights` sums it over the tokens of one
-part of the rows, in the operands' 16 bits where tokens have no more.
+`_forward` reads each token once and writes its logits, by products in TF32 (float32 for tokens in float32). Backward: `_change`
+turns a gradient of logits into one of the products before them, `_grad_rows` brings it to tokens and biases, `_grad_weights`
+sums it over the tokens of one part of the rows, in operands of 16 bits where tokens have no more.
 """
 
 import torch

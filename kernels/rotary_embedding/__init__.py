@@ -3,22 +3,21 @@
 
 import torch
 
-from ..dispatch import needs_gradient, resolve_backend
+from ..dispatch import needs_gradient, resolve_backend, traces_few
 from .reference import rotate_reference
 
 __all__ = ["rotate", "rotate_reference"]
 
-MAX_STEPS = 16  # so many tokens take the PyTorch path where torch.compile traces
-
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backend: str = "auto") -> torch.Tensor:
-    """Rotary embedding in the half-split layout: channels c and c + d / 2 turn together. Lengths are kept, also where cos and
-    sin are scaled, as long-context variants do. The arithmetic is in float32 (float64 for float64 inputs).
+    """Rotary embedding in the half-split layout: channels c and c + d / 2 turn together. Where both have the same angle, as in
+    all families here, lengths are kept, also where cos and sin are scaled, as long-context variants do. The arithmetic is in
+    float32 (float64 for float64 inputs).
 
     Args:
         x: (B, T, H, d), d even.
-        cos, sin: of the angles, (B or 1, T, d); -sin turns back. Where they need a gradient, the PyTorch path runs.
-        backend: "auto", "triton" or "torch".
+        cos, sin: of the angles, (B or 1, T, d); -sin turns back.
+        backend: "auto", "triton" or "torch"; where cos or sin needs a gradient, PyTorch runs whatever it says.
 
     Returns:
         (B, T, H, d) in the dtype of x.
@@ -34,8 +33,7 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backend: st
         )
     limit = "its kernels take no float64" if torch.float64 in (x.dtype, cos.dtype, sin.dtype) else None
     chosen = resolve_backend("rotate", backend, x.device, ("triton", "torch"), limit)
-    traced = torch.compiler.is_compiling() and time <= MAX_STEPS
-    if chosen == "triton" and x.numel() and not traced and not needs_gradient(cos, sin):
+    if chosen == "triton" and x.numel() and not traces_few(time) and not needs_gradient(cos, sin):
         from .fused import rotate_fused
 
         return rotate_fused(x, cos, sin)

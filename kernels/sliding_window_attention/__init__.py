@@ -3,7 +3,7 @@
 
 import torch
 
-from ..dispatch import resolve_backend
+from ..dispatch import resolve_backend, traces_few
 from ..packing import check_packed
 from .chunked import sliding_window_attention_chunked
 from .reference import sliding_window_attention_reference
@@ -12,7 +12,6 @@ from .state import WindowState, leaving_window
 __all__ = ["WindowState", "leaving_window", "sliding_window_attention", "sliding_window_attention_reference"]
 
 MAX_DIM = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}  # a program holds all channels of its queries
-MAX_STEPS = 16  # so many tokens take the PyTorch path where torch.compile traces
 
 
 def triton_limit(q: torch.Tensor) -> str | None:
@@ -95,7 +94,7 @@ def sliding_window_attention(
         )
     chosen = resolve_backend("sliding_window_attention", backend, q.device, ("triton", "torch"), triton_limit(q))
     run = sliding_window_attention_chunked
-    if chosen == "triton" and not (torch.compiler.is_compiling() and q.shape[1] <= MAX_STEPS and cu_seqlens is None):
+    if chosen == "triton" and not (traces_few(q.shape[1]) and cu_seqlens is None):
         from .fused import sliding_window_attention_fused as run
     out, lse, state = run(
         q,

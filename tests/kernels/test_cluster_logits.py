@@ -135,7 +135,7 @@ def test_a_cluster_is_scored_as_its_keys_are_on_average():
 
 
 @pytest.mark.parametrize("frozen", ["x", "weights"])
-def test_what_needs_no_gradient_gets_none(frozen, backend):
+def test_gradients_do_not_depend_on_what_is_frozen(frozen, backend):
     tensors = {n: t.to(device(backend), DTYPES[backend]) for n, t in inputs(1, 30, 2, 1, 8, 5, squares=True).items()}
     trained = [n for n in tensors if (n == "x") != (frozen == "x")]
     for name in trained:
@@ -158,3 +158,36 @@ def test_what_the_kernels_cannot_take_goes_through_pytorch():
     with pytest.raises(ValueError, match=f"up to {MAX_CLUSTERS} clusters"):
         cluster_logits(**tensors, backend="triton")
     assert cluster_logits(**tensors).shape == (1, 20, 2, MAX_CLUSTERS + 1)
+
+
+def test_a_soft_cap_excludes_shares():
+    with pytest.raises(ValueError, match="log_softmax goes without a soft-cap, got softcap=2.0"):
+        cluster_logits(**inputs(1, 5, 2, 2, 8, 3), softcap=2.0, log_softmax=True)
+
+
+def test_autocast_leaves_logits_in_float32():
+    tensors = {n: t.float() for n, t in inputs(1, 40, 2, 2, 16, 7, squares=True).items()}
+    expected = cluster_logits(**tensors)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(cluster_logits(**tensors), expected)
+
+
+def test_any_input_in_float64_makes_the_logits_so():
+    tensors = inputs(1, 40, 2, 2, 16, 7, squares=True)
+    for name in tensors:
+        mixed = {n: t if n == name else t.float() for n, t in tensors.items()}
+        assert cluster_logits(**mixed).dtype == torch.float64
+
+
+def test_strided_inputs(backend):
+    tensors = inputs(2, 40, 4, 2, 8, 5)
+    moved = {n: t.to(device(backend), DTYPES[backend]) for n, t in tensors.items()}
+    turned = {n: t.transpose(-1, -2).contiguous().transpose(-1, -2) for n, t in moved.items()}
+    assert not any(t.is_contiguous() for t in turned.values())
+    torch.testing.assert_close(cluster_logits(**turned, backend=backend), cluster_logits(**moved, backend=backend))
+
+
+def test_a_decoding_step_compiles_without_a_break(backend):
+    tensors = {n: t.to(device(backend), DTYPES[backend]) for n, t in inputs(2, 3, 4, 2, 8, 5, squares=True).items()}
+    step = torch.compile(lambda **args: cluster_logits(**args, backend=backend), fullgraph=True, backend="eager")
+    torch.testing.assert_close(step(**tensors), cluster_logits(**tensors, backend=backend), rtol=1e-5, atol=1e-5)

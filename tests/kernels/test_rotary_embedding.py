@@ -64,7 +64,7 @@ def test_is_complex_multiplication(batch, own, time, heads, dim, dtype, backend)
     all_close(found, expected, TOLERANCES[dtype])
 
 
-def test_halves_may_differ_and_lengths_are_kept(backend):
+def test_halves_may_differ_and_scales_are_dropped(backend):
     x, (cos, sin) = draw(2, 40, 3, 8), angles(2, 40, 8, alike=False)
     scaled = run(x, 1.7 * cos, 1.7 * sin, backend, DTYPES[backend])
     torch.testing.assert_close(scaled, run(x, cos, sin, backend, DTYPES[backend]), rtol=1e-5, atol=1e-5)
@@ -90,3 +90,17 @@ def test_shapes_that_do_not_fit_are_named():
     for wrong in ((x[..., :7], cos, sin), (x, cos[..., :4], sin[..., :4]), (x, cos[:, :4], sin[:, :4])):
         with pytest.raises(ValueError, match=r"expected x \(B, T, H, d\) with d even.*got x"):
             rotate(*wrong)
+
+
+def test_strided_inputs(backend):
+    x, (cos, sin) = draw(2, 3, 40, 8), angles(3, 40, 16)
+    found = run(x.transpose(1, 2), cos[1:, :, ::2], sin[1:, :, ::2], backend, DTYPES[backend])
+    expected = rotate(x.transpose(1, 2).contiguous(), cos[1:, :, ::2].contiguous(), sin[1:, :, ::2].contiguous())
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_decoding_step_compiles_without_a_break(backend):
+    x, (cos, sin) = draw(2, 3, 2, 8), angles(1, 3, 8)
+    arguments = [t.to(device(backend), DTYPES[backend]) for t in (x, cos, sin)]
+    step = torch.compile(lambda *args: rotate(*args, backend=backend), fullgraph=True, backend="eager")
+    torch.testing.assert_close(step(*arguments), rotate(*arguments, backend=backend))

@@ -24,8 +24,7 @@ PADDING = dict(left=[0] * 37 + [1] * 43, right=[1] * 60 + [0] * 20, inside=[1, 0
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request, monkeypatch):
-    monkeypatch.setattr(operator, "MAX_STEPS", 0)  # short texts go through the kernels as well
+def backend(request):
     return request.param
 
 
@@ -378,3 +377,18 @@ def test_bad_arguments(change, message):
     for shorter in (q[:, :, :3], q[:, :0]):
         with pytest.raises(ValueError, match="at least 1 and H a multiple of H_kv"):
             sliding_window_attention(shorter, k[:, : shorter.shape[1]], v[:, : shorter.shape[1]], window=2)
+
+
+def test_a_decoding_step_compiles_without_a_break(backend):
+    tensors = {n: t.to(device(backend), DTYPES[backend]) for n, t in inputs(1, 23, 4, 2, 8).items()}
+    first, step = ({n: t[:, part] for n, t in tensors.items()} for part in (slice(20), slice(20, 23)))
+
+    def run(tensors, state):
+        return sliding_window_attention(**tensors, window=5, sinks=2, initial_state=state, backend=backend)
+
+    state = run(first, None)[2]
+    expected = run(step, state)
+    found = torch.compile(run, fullgraph=True, backend="eager")(step, state)
+    close(found[0], expected[0], 1e-5)
+    close(found[1], expected[1], 1e-5)
+    assert torch.equal(found[2].key, expected[2].key)

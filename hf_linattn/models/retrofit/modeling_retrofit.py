@@ -36,7 +36,8 @@ def linattn_attention(module, query, key, value, attention_mask, scaling=None, s
     """Attention function of converted layers: heads second, `linattn_*` arguments from our model, no weights out."""
     call = kwargs["linattn_call"]
     cache, device = call["cache"], query.device.type
-    if torch.is_autocast_enabled(device):  # rotary embedding by float32 cosines leaves queries and keys in float32
+    if query.dtype == torch.float32 and device != "meta" and torch.is_autocast_enabled(device):
+        # rotary embedding by cosines in float32 leaves queries and keys in it; softmax attention casts them too
         query, key, value = (x.to(torch.get_autocast_dtype(device)) for x in (query, key, value))
     layer = cache.layers[module.layer_idx] if cache is not None else None
     out, states = module.linattn(
