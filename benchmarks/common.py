@@ -266,6 +266,12 @@ class Record:
         }
         self.path.write_text(json.dumps(content, indent=1) + "\n")
 
+    def show(self, draw: Callable) -> None:
+        """Write the rows, print their tables and have them drawn."""
+        self.write()
+        self.print_tables()
+        draw(self)
+
     def failed(self, operators: Iterable[str]) -> bool:
         """Whether a figure of these could not be had in this run."""
         rows = self.rows.values()

@@ -152,11 +152,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.set_defaults(only=tuple(FIGURES))
     options = common.parse(parser, arguments)
     path, device = Path(options.output) / "converted_layer.json", options.device
+    if not options.plot and options.backend != ("torch" if device == "cpu" else "triton"):
+        parser.error(f"--backend {options.backend} is not for this program: a model's layers choose their own")
     if options.plot:
-        record = common.Record(path, FIGURES, COLOURS, options.plot)
-        record.write()
-        record.print_tables()
-        draw_plot(record)
+        common.Record(path, FIGURES, COLOURS, options.plot).show(draw_plot)
         return 0
     if options.first_call_of:
         run_child(options, *options.layouts)
@@ -185,8 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
                 for context in contexts:
                     case = f"batch {batch}, {context} tokens"
                     record.add("decode", layout, case, operator, decode, layout, converted, batch, context, device)
-    record.print_tables()
-    draw_plot(record)
+    record.show(draw_plot)
     return int(record.failed(COLOURS))
 
 

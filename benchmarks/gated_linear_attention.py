@@ -193,10 +193,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     path, device = Path(options.output) / "gated_linear_attention.json", options.device
     if options.plot:
-        record = common.Record(path, FIGURES, COLOURS, options.plot)
-        record.write()
-        record.print_tables()
-        draw_plot(record)
+        common.Record(path, FIGURES, COLOURS, options.plot).show(draw_plot)
         return 0
 
     tiny = device == "cpu"
@@ -259,8 +256,7 @@ def main(arguments: list[str] | None = None) -> int:
         if "first-call" in options.only:
             for operator in ("ours", "fla") if options.first_call_fla and "fla" in operators else ("ours",):
                 record.add("first-call", name, accuracy_length, operator, fresh_first_call, operator, name, options)
-    record.print_tables()
-    draw_plot(record)
+    record.show(draw_plot)
     return int(record.failed({"ours"}))
 
 

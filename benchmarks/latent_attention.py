@@ -295,10 +295,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     path, device = Path(options.output) / "latent_attention.json", options.device
     if options.plot:
-        record = common.Record(path, FIGURES, COLOURS, options.plot)
-        record.write()
-        record.print_tables()
-        draw_plot(record)
+        common.Record(path, FIGURES, COLOURS, options.plot).show(draw_plot)
         return 0
 
     tiny = device == "cpu"
@@ -353,8 +350,7 @@ def main(arguments: list[str] | None = None) -> int:
             record.add(
                 "decode", name, batch, "latent", decode, batch, decode_layout, options.backend, device, bandwidth
             )
-    record.print_tables()
-    draw_plot(record)
+    record.show(draw_plot)
     return int(record.failed(OURS))
 
 

@@ -187,6 +187,13 @@ def test_reduced_form_of_converted_layers(layout, folder_of_programs, tmp_path, 
     assert (tmp_path / "converted_layer.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_layer_takes_no_backend(folder_of_programs, tmp_path, capsys):
+    program = load(folder_of_programs, "converted_layer")
+    with pytest.raises(SystemExit):
+        program.main(["--device", "cpu", "--backend", "triton", "--output", str(tmp_path)])
+    assert "--backend triton is not for this program" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("layout", ["llama-3.2-1b", "gemma-2-2b"])
 def test_layers_that_are_measured_attend_causally(layout, folder_of_programs):
     program = load(folder_of_programs, "converted_layer")
