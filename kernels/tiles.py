@@ -18,16 +18,26 @@ CHUNK = 64
 # such an operand from where a uniform register points that nobody has written: compute-sanitizer stopped there, and the machine
 # code shows it. Transposed ones, TF32 and wider ones were right in all kernels looked through.
 HALF_WIDTH = tl.constexpr(64)
+WIDEST_SPAN = tl.constexpr(32)
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def place_in_grid(HEADS: tl.constexpr, TILES: tl.constexpr):
-    """What chunk or segment, head and tile of it this program takes. Tiles and heads of a chunk come one after the other: they
-    run at the same time, so what several of them read comes from memory once."""
-    number = tl.program_id(0)
+def place_in_grid(number, HEADS: tl.constexpr, TILES: tl.constexpr):
+    """What chunk or segment, head and tile of it program `number` takes. Tiles and heads of a chunk come one after the other:
+    they run at the same time, so what several of them read comes from memory once."""
     return number // (HEADS * TILES), number // TILES % HEADS, number % TILES
+
+
+@triton.jit
+def marked_span(marks, span, count):
+    """The first of `count` numbers that this program looks through and how many it does, none where none of them is marked."""
+    first = tl.program_id(0) * span
+    numbers = first + tl.arange(0, WIDEST_SPAN)
+    inside = tl.minimum(span, count - first)
+    found = tl.max(tl.load(marks + numbers, mask=numbers < first + inside, other=0), 0)
+    return first, tl.where(found != 0, inside, 0)
 
 
 @triton.jit
@@ -91,6 +101,31 @@ def rounded_dot(a, b, PRECISION: tl.constexpr):
     if PRECISION == "tf32":
         a, b = _half_a_step_up(a), _half_a_step_up(b)
     return tl.dot(a, b, input_precision=PRECISION)
+
+
+@triton.jit
+def _halves(x):
+    """x as two parts of bfloat16, which together hold 16 bits of it."""
+    high = x.to(tl.bfloat16)
+    return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+
+
+@triton.jit
+def precise_dot(a, b, PRECISION: tl.constexpr):
+    """Product of float32 operands to about 2^-16. It takes three products of parts, one and a half as long as one of TF32,
+    which holds 2^-12."""
+    HALF: tl.constexpr = b.shape[1] >= HALF_WIDTH
+    if PRECISION == "ieee":
+        product = tl.dot(a, b, input_precision="ieee")
+    elif HALF:
+        a_high, a_low = _halves(a)
+        b_high, b_low = _halves(b)
+        product = tl.dot(a_low, b_high)
+        product = tl.dot(a_high, b_low, product)
+        product = tl.dot(a_high, b_high, product)
+    else:
+        product = rounded_dot(a, b, PRECISION)
+    return product
 
 
 @triton.jit
@@ -197,6 +232,13 @@ def product_precision(dtype: torch.dtype) -> dict:
 
 def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def spans(count: int, device: torch.device) -> tuple[tuple[int], int]:
+    """Grid that looks through `count` marks, and how many of them a program takes: most programs find nothing, and thousands of
+    them would take as long to come and go as a kernel that works."""
+    span = min(max(count // (4 * processors(device)), 1), WIDEST_SPAN.value)
+    return (triton.cdiv(count, span),), span
 
 
 @functools.lru_cache(maxsize=64)

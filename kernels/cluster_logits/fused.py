@@ -42,7 +42,7 @@ def _forward(
     HEADS: tl.constexpr, GROUP: tl.constexpr, CLUSTERS: tl.constexpr, DIM: tl.constexpr, SHARES: tl.constexpr,
     C: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    n, head, _ = place_in_grid(HEADS, 1)
+    n, head, _ = place_in_grid(tl.program_id(0), HEADS, 1)
     start, left = n.to(tl.int64) * C, tokens - n * C
     clusters = tl.arange(0, BL)
     logits = tl.zeros((C, BL), tl.float32)
@@ -91,7 +91,7 @@ def _grad_rows(
     C: tl.constexpr, BL: tl.constexpr, BK: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of C tokens of one head, and their share of the bias's."""
-    n, head, _ = place_in_grid(HEADS, 1)
+    n, head, _ = place_in_grid(tl.program_id(0), HEADS, 1)
     start, left = n.to(tl.int64) * C, tokens - n * C
     clusters = tl.arange(0, BL)
     change, inner = _change(grad, out, bias, softcap, start, left, head, clusters, HEADS, CLUSTERS, SHARES, C)
@@ -116,7 +116,7 @@ def _grad_weights(
 ):  # fmt: skip
     """Sums over `length` tokens, of one slab of channels."""
     kv_heads: tl.constexpr = HEADS // GROUP
-    n, kv_head, slab = place_in_grid(kv_heads, (DIM + BK - 1) // BK)
+    n, kv_head, slab = place_in_grid(tl.program_id(0), kv_heads, (DIM + BK - 1) // BK)
     clusters, columns = tl.arange(0, BL), slab * BK + tl.arange(0, BK)
     linear = tl.zeros((BL, BK), tl.float32)
     square = tl.zeros((BL, BK), tl.float32)

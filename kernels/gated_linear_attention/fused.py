@@ -34,14 +34,15 @@ from ..tiles import (
     load_rows,
     load_state,
     make_plan,
+    marked_span,
     place_in_grid,
+    precise_dot,
     processors,
     product_precision,
-    rounded_dot,
     selected_sums,
+    spans,
     store_rows,
     store_state,
-    tf32,
     tile_width,
 )
 
@@ -167,7 +168,7 @@ def _prepare(
 
     Where that is below -BOUND, `strong` is set and `_prepare_strong` forms scores and keys again.
     """
-    n, head, _ = place_in_grid(KV_HEADS * GROUP, 1)
+    n, head, _ = place_in_grid(tl.program_id(0), KV_HEADS * GROUP, 1)
     kv_head = head // GROUP
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
@@ -184,7 +185,7 @@ def _prepare(
         faded = queries.to(tl.float32) * tl.exp2(log)
         if CHANNEL:
             grown = keys.to(tl.float32) * tl.exp2(tl.minimum(-log, BOUND))
-            pairs = rounded_dot(faded, tl.trans(grown), PRECISION)
+            pairs = precise_dot(faded, tl.trans(grown), PRECISION)
         else:
             pairs = dot(queries, tl.trans(keys), OPERAND, PRECISION)
         if CHANNEL and OPERAND == tl.bfloat16:
@@ -211,30 +212,21 @@ def _prepare(
 
 
 @triton.jit
-def _prepare_strong(
-    q, k, g, scores, rest, strong, decayed_k, chunks, scale, total_tokens,
+def _strong_scores(
+    number, q, k, g, scores, rest, decayed_k, chunks, scale, total_tokens,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Scores and keys of `_prepare` where one anchor does not do.
-
-    Rows whose decay since the anchor is bounded are finished; for the others the block is halved: pairs across its middle
-    take the middle as anchor, the rest is left to the halves. What becomes of a row depends on no later gate.
-    """
-    if tl.load(strong + tl.program_id(0)) == 0:
-        return
-    n, head, _ = place_in_grid(KV_HEADS * GROUP, 1)
+    n, head, _ = place_in_grid(number, KV_HEADS * GROUP, 1)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
     acc = tl.zeros((C, C), tl.float32)
-    own = tl.zeros((C,), tl.float32)
     for slab in range(0, DIM_K, BK):
         columns = slab + tl.arange(0, BK)
         queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         keys = load_rows(k, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K).to(tl.float32)
         gates = load_rows(g, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
-        weight = tl.sum(queries * keys, 1)
         if head % GROUP == 0:
             ended = keys * tl.exp2(_after(gates, None, True, C, False, EXACT))
             store_rows(decayed_k, ended, start, left, head // GROUP, columns, C, KV_HEADS, DIM_K)
@@ -245,24 +237,41 @@ def _prepare_strong(
             if waiting > 0:
                 log = _in_block(gates, size, C, EXACT)
                 growth = tl.exp2(tl.minimum(-log, BOUND))
-                pairs = rounded_dot(queries * tl.exp2(log), tl.trans(keys * growth), PRECISION)
+                pairs = precise_dot(queries * tl.exp2(log), tl.trans(keys * growth), PRECISION)
                 bounded = tl.min(log, 1) >= -BOUND
                 block = rows // size
                 same = block[:, None] == block[None, :]
-                # rows finished at once take their own weight from the product, as in `_prepare`
-                causal = rows[:, None] + (size == C) > rows[None, :]
+                causal = rows[:, None] >= rows[None, :]
                 acc += tl.where(same & causal & (pending & bounded)[:, None], pairs, 0.0)
                 pending = pending & (bounded == 0)
-                own += tl.where(pending & (size == C), weight, 0.0)  # of their weights the largest, so not rounded
                 waiting = tl.sum(pending.to(tl.int32), 0)
                 if waiting > 0:
                     decay = _to_middle(gates, size, C, EXACT)
-                    pairs = rounded_dot(queries * decay, tl.trans(keys * decay), PRECISION)
+                    pairs = precise_dot(queries * decay, tl.trans(keys * decay), PRECISION)
                     late = rows % size >= size // 2
                     acc += tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
                 size = size // 2
-    acc += tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0)
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
+
+
+@triton.jit(do_not_specialize=["span", "count"])
+def _prepare_strong(
+    q, k, g, scores, rest, strong, decayed_k, chunks, scale, total_tokens, span, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Scores and keys of `_prepare` where one anchor does not do.
+
+    Rows whose decay since the anchor is bounded are finished; for the others the block is halved: pairs across its middle
+    take the middle as anchor, the rest is left to the halves. What becomes of a row depends on no later gate.
+    """
+    first, length = marked_span(strong, span, count)
+    for i in range(length):
+        if tl.load(strong + first + i) != 0:
+            _strong_scores(
+                first + i, q, k, g, scores, rest, decayed_k, chunks, scale, total_tokens,
+                KV_HEADS, GROUP, DIM_K, C, LEVELS, BK, PRECISION, EXACT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -274,7 +283,7 @@ def _totals(
 ):  # fmt: skip
     """What one segment adds to the state, and the log2 of what it keeps of it."""
     tiles: tl.constexpr = (DIM_V + BV - 1) // BV
-    n, kv_head, tile = place_in_grid(KV_HEADS, tiles * ((DIM_K + BK - 1) // BK))
+    n, kv_head, tile = place_in_grid(tl.program_id(0), KV_HEADS, tiles * ((DIM_K + BK - 1) // BK))
     columns = tile // tiles * BK + tl.arange(0, BK)
     values = tile % tiles * BV + tl.arange(0, BV)
     start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
@@ -320,7 +329,7 @@ def _walk(
     Forward, queries read (decayed here, if `g` is given), keys write and the values are v. In reverse, keys read, queries
     write, the values are the gradients of the output, the scores are transposed, and out is the gradient of v.
     """
-    n, kv_head, tile = place_in_grid(KV_HEADS, (DIM_V + BV - 1) // BV)
+    n, kv_head, tile = place_in_grid(tl.program_id(0), KV_HEADS, (DIM_V + BV - 1) // BV)
     columns = tl.arange(0, BK)
     values = tile * BV + tl.arange(0, BV)
     start, end = tl.load(segments + 6 * n).to(tl.int64), tl.load(segments + 6 * n + 1)
@@ -388,23 +397,14 @@ def _walk(
             store_state(final, state, document * KV_HEADS + kv_head, columns, values, DIM_K, DIM_V)
 
 
-@triton.jit(do_not_specialize_on_alignment=["chunks"])
-def _gradients(
-    q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
+@triton.jit
+def _slab_gradients(
+    number, q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, CHANNEL: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries, keys and gates in one chunk, for one slab of key channels (papers: GLA, section 2.7).
-
-    With LEVELS = 1, one anchor serves the chunk, and where it does not `strong` is set; with more, only chunks so marked are
-    done, as in `_prepare_strong`. Without `grad_g`, gates get no gradient.
-    """
-    n, kv_head, slab = place_in_grid(KV_HEADS, (DIM_K + BK - 1) // BK)
-    mark = strong + tl.program_id(0)
-    if LEVELS > 1:
-        if tl.load(mark) == 0:
-            return
+    n, kv_head, slab = place_in_grid(number, KV_HEADS, (DIM_K + BK - 1) // BK)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
     rows = tl.arange(0, C)
@@ -438,8 +438,9 @@ def _gradients(
     crossing = crossing * tl.exp2(tl.sum(gates.to(tl.float32), 0) * LOG2E) + tl.sum(keys * dk, 0)
 
     # A token's own weight has no gate in it: apart from the rest, its large equal shares do not blur the gate's gradient.
-    # There a pair counts once with its query and once, negative, with its key: rounded alike, they cancel where they have to.
-    change = -keys * dk
+    # There a pair counts once with its query and once, negative, with its key, and gates that both passed see it cancel.
+    change = tl.zeros((C, BK), tl.float32)
+    own = tl.zeros((C, BK), tl.float32)
     for j in range(GROUP):
         head = kv_head * GROUP + j
         if GROUP > 1:
@@ -453,20 +454,12 @@ def _gradients(
                 pairs += dot(do_rows, tl.trans(v_rows), OPERAND, PRECISION)
                 dq += dot(do_rows, tl.trans(s_tile), OPERAND, PRECISION)
         diagonal = tl.sum(tl.where(rows[:, None] == rows[None, :], pairs, 0.0), 1)[:, None] * scale
-        pairs = tf32(tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0), PRECISION)
+        pairs = tl.where(rows[:, None] > rows[None, :], pairs * scale, 0.0)
         queries = load_rows(q, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K).to(tl.float32)
         dq *= tl.exp2(log) * scale
-        change += queries * dq
-        dq += diagonal * keys
-        dk += diagonal * queries
         if CHANNEL and LEVELS == 1:
             decay, growth = tl.exp2(log), tl.exp2(tl.minimum(-log, BOUND))
-            faded, grown = tf32(queries * decay, PRECISION), tf32(keys * growth, PRECISION)
-            to_q = tl.dot(pairs, grown, input_precision=PRECISION)
-            to_k = tl.dot(tl.trans(pairs), faded, input_precision=PRECISION)
-            change += faded * to_q - grown * to_k
-            dq += decay * to_q
-            dk += growth * to_k
+            dq += decay * precise_dot(pairs, keys * growth, PRECISION)
         elif CHANNEL:
             size = C
             waiting = C
@@ -479,36 +472,33 @@ def _gradients(
                     block = rows // size
                     same = block[:, None] == block[None, :]
                     part = tl.where(same & (pending & bounded)[:, None], pairs, 0.0)
-                    faded, grown = tf32(queries * decay, PRECISION), tf32(keys * growth, PRECISION)
-                    to_q = tl.dot(part, grown, input_precision=PRECISION)
-                    to_k = tl.dot(tl.trans(part), faded, input_precision=PRECISION)
-                    change += faded * to_q - grown * to_k
-                    dq += decay * to_q
-                    dk += growth * to_k
+                    dq += decay * precise_dot(part, keys * growth, PRECISION)
+                    dk += growth * precise_dot(tl.trans(part), queries * decay, PRECISION)
                     pending = pending & (bounded == 0)
                     waiting = tl.sum(pending.to(tl.int32), 0)
                     if waiting > 0:
                         decay = _to_middle(gates, size, C, EXACT)
                         late = rows % size >= size // 2
                         part = tl.where(same & (late & pending)[:, None] & (late == 0)[None, :], pairs, 0.0)
-                        faded, grown = tf32(queries * decay, PRECISION), tf32(keys * decay, PRECISION)
-                        to_q = tl.dot(part, grown, input_precision=PRECISION)
-                        to_k = tl.dot(tl.trans(part), faded, input_precision=PRECISION)
-                        change += faded * to_q - grown * to_k
-                        dq += decay * to_q
-                        dk += decay * to_k
+                        dq += decay * precise_dot(part, keys * decay, PRECISION)
+                        dk += decay * precise_dot(tl.trans(part), queries * decay, PRECISION)
                     size = size // 2
         else:
-            part = tf32(pairs * _pair_decay(gates, C, EXACT), PRECISION)
-            to_q = tl.dot(part, keys, input_precision=PRECISION)
-            to_k = tl.dot(tl.trans(part), queries, input_precision=PRECISION)
-            change += queries * to_q - keys * to_k
-            dq += to_q
-            dk += to_k
+            pairs *= _pair_decay(gates, C, EXACT)
+            dq += precise_dot(pairs, keys, PRECISION)
+        change += queries * dq
+        dq += diagonal * keys
         store_rows(grad_q, dq, start, left, head, columns, C, KV_HEADS * GROUP, DIM_K)
-    store_rows(grad_k, dk, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
+        # only now, when the registers of the queries' gradient are free
+        if CHANNEL and LEVELS == 1:
+            dk += growth * precise_dot(tl.trans(pairs), queries * decay, PRECISION)
+        elif not CHANNEL:
+            dk += precise_dot(tl.trans(pairs), queries, PRECISION)
+        own += diagonal * queries
+    change -= keys * dk
+    store_rows(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     if CHANNEL and LEVELS == 1:
-        tl.store(mark, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
+        tl.store(strong + number, (tl.min(tl.sum(gates.to(tl.float32), 0), 0) * LOG2E < -BOUND).to(tl.int32))
     if grad_g is not None:
         onwards = rows[:, None] <= rows[None, :]
         if CHANNEL:
@@ -518,6 +508,33 @@ def _gradients(
             dg = tl.sum(tl.where(onwards, tl.sum(change, 1)[None, :], 0.0), 1) + tl.sum(crossing, 0)
             place = (slab.to(tl.int64) * total_tokens + start + rows) * KV_HEADS + kv_head
             tl.store(grad_g + place, dg, mask=rows < left)
+
+
+@triton.jit(do_not_specialize=["span", "count"], do_not_specialize_on_alignment=["chunks"])
+def _gradients(
+    q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens, span, count,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, CHANNEL: tl.constexpr,
+    C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, keys and gates in one chunk, for one slab of key channels (papers: GLA, section 2.7).
+
+    With LEVELS = 1, one anchor serves the chunk, and where it does not `strong` is set; with more, only chunks so marked are
+    done, as in `_prepare_strong`. Without `grad_g`, gates get no gradient.
+    """
+    if LEVELS == 1:
+        _slab_gradients(
+            tl.program_id(0), q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
+            KV_HEADS, GROUP, DIM_K, DIM_V, CHANNEL, C, LEVELS, BK, BV, OPERAND, PRECISION, EXACT,
+        )  # fmt: skip
+    else:
+        first, length = marked_span(strong, span, count)
+        for i in range(length):
+            if tl.load(strong + first + i) != 0:
+                _slab_gradients(
+                    first + i, q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
+                    KV_HEADS, GROUP, DIM_K, DIM_V, CHANNEL, C, LEVELS, BK, BV, OPERAND, PRECISION, EXACT,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -716,13 +733,15 @@ class Recurrence:
             )  # fmt: skip
             self.walk(start, None, ready.k, self.v, ready, states=before, part=part)
             (_, first), (_, stop) = part
-            grid = ((stop - first) * self.kv_heads * self.slabs,)
-            strong = torch.empty(grid, dtype=torch.int32, device=q.device)
-            for levels in (1, CHUNK.bit_length()) if self.channel else (1,):
+            count = (stop - first) * self.kv_heads * self.slabs
+            strong = torch.empty(count, dtype=torch.int32, device=q.device)
+            grid, span = spans(count, q.device)
+            passes = ((1, (count,)), (CHUNK.bit_length(), grid)) if self.channel else ((1, (count,)),)
+            for levels, programs in passes:
                 run(
-                    _gradients, grid,
+                    _gradients, programs,
                     q, k, self.v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
-                    self.plan.chunks[first:], self.scale, self.tokens, GROUP=self.group, C=CHUNK, LEVELS=levels,
+                    self.plan.chunks[first:], self.scale, self.tokens, span, count, GROUP=self.group, C=CHUNK, LEVELS=levels,
                     CHANNEL=self.channel, **self.shape, **self.precision, **self.launch.gradients,
                 )  # fmt: skip
         return grad_v, grad_initial
@@ -755,18 +774,20 @@ class Recurrence:
 def _prepared(problem: Recurrence, q, k, g, scale: float, queries: bool, rest: bool) -> Prepared:
     """Scores and queries times `scale`."""
     ready = problem.new_prepared(queries, rest)
-    grid = (len(problem.plan.chunks) * problem.heads,)
-    strong = torch.empty(grid, dtype=torch.int32, device=q.device)
+    count = len(problem.plan.chunks) * problem.heads
+    strong = torch.empty(count, dtype=torch.int32, device=q.device)
     options = dict(**problem.kind, GROUP=problem.group, C=CHUNK, **problem.precision, **problem.launch.prepare)
     run(
-        _prepare, grid,
+        _prepare, (count,),
         q, k, g, ready.scores, ready.rest, strong, ready.q, ready.k, ready.kept, problem.plan.chunks,
         scale, problem.tokens, CHANNEL=problem.channel, **options,
     )  # fmt: skip
     if problem.channel:
+        del options["OPERAND"]
+        grid, span = spans(count, q.device)
         run(
             _prepare_strong, grid,
-            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, scale, problem.tokens,
+            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, scale, problem.tokens, span, count,
             LEVELS=CHUNK.bit_length(), **options,
         )  # fmt: skip
     return ready

@@ -28,8 +28,10 @@ from ..tiles import (
     LOG2E,
     load_rows,
     load_state,
+    marked_span,
     place_in_grid,
     rounded_dot,
+    spans,
     store_rows,
     store_state,
     tile_width,
@@ -75,20 +77,38 @@ def _absorbed(z):
 
 
 @triton.jit
+def _columns(heads, latents, HEADS: tl.constexpr, LATENTS: tl.constexpr, P: tl.constexpr):
+    """Where in a row the latents of heads are that stand side by side in a tile; beyond its end where there are none."""
+    width: tl.constexpr = HEADS * LATENTS
+    columns = tl.where((latents < LATENTS) & (heads < HEADS), heads * LATENTS + latents, width)
+    if LATENTS * P == columns.shape[0]:
+        columns = tl.max_contiguous(tl.multiple_of(columns, LATENTS), LATENTS)
+    return columns
+
+
+@triton.jit
+def _allowance(z, log_length, MASS: tl.constexpr, P: tl.constexpr):
+    """What is added to the query logits of P heads, whose z, (C, columns), stand side by side."""
+    allowance = tl.where(z > OCCUPIED, 0.0, NOTHING)
+    if MASS:
+        allowance = tl.where(z > OCCUPIED, z, NOTHING)
+        if log_length is not None:
+            by_head: tl.constexpr = (z.shape[0], P, z.shape[1] // P)
+            excess = tl.maximum(_absorbed(tl.reshape(z, by_head)) - log_length, 0.0)
+            allowance = tl.reshape(tl.reshape(allowance, by_head) - excess, z.shape)
+    return allowance
+
+
+@triton.jit
 def _weights(
-    q, gate, z, start, left, columns, heads, log_length,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
+    q, gate, allowance, start, left, columns, heads,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, C: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """Of P heads, whose logits stand side by side in `columns`, probability of each latent, (C, columns), and of the exact
     branch, (C, P)."""
-    logits = load_rows(q, start, left, 0, columns, C, 1, WIDTH).to(tl.float32) * LOG2E
-    by_head: tl.constexpr = (C, P, z.shape[1] // P)
-    logits, z = tl.reshape(logits, by_head), tl.reshape(z, by_head)
-    if MASS:
-        logits += z
-        if log_length is not None:
-            logits -= tl.maximum(_absorbed(z) - log_length, 0.0)
-    logits = tl.where(z > OCCUPIED, logits, NOTHING)
+    logits = load_rows(q, start, left, 0, columns, C, 1, WIDTH).to(tl.float32) * LOG2E + allowance
+    by_head: tl.constexpr = (C, P, allowance.shape[1] // P)
+    logits = tl.reshape(logits, by_head)
     top = tl.maximum(tl.max(logits, 2), OCCUPIED)
     if gate is not None:
         exact = load_rows(gate, start, left, 0, heads, C, 1, HEADS).to(tl.float32) * LOG2E
@@ -100,7 +120,7 @@ def _weights(
         own = tl.exp2(exact - top)
         total += own
     share = 1 / tl.maximum(total, 1e-30)
-    return tl.reshape(parts * share[:, :, None], (C, by_head[1] * by_head[2])), own * share
+    return tl.reshape(parts * share[:, :, None], allowance.shape), own * share
 
 
 @triton.jit
@@ -117,7 +137,7 @@ def _load_logit_row(theta, row, columns, WIDTH: tl.constexpr):
 @triton.jit
 def _sum_chunks(theta, sums, chunks, WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr):
     """Log-sum-exp of each chunk's logits, latents of all heads side by side."""
-    n, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    n, block, _ = place_in_grid(tl.program_id(0), (WIDTH + BLOCK - 1) // BLOCK, 1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     logits = _load_logits(theta, start, (end - start).to(tl.int32), 0, columns, C, 1, WIDTH)
@@ -141,7 +161,7 @@ def _carry(
     WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Masses before each chunk of a document, and after its last."""
-    document, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    document, block, _ = place_in_grid(tl.program_id(0), (WIDTH + BLOCK - 1) // BLOCK, 1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     first, count = _chunks_of(document, documents, segments, C)
     z = tl.full((BLOCK,), NOTHING, tl.float32)
@@ -157,7 +177,7 @@ def _carry(
 @triton.jit
 def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """z of each row of a chunk: log-sum-exp of the logits up to it and of what came before the chunk."""
-    n, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    n, block, _ = place_in_grid(tl.program_id(0), (WIDTH + BLOCK - 1) // BLOCK, 1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
     before = _load_row(befores, n, columns, WIDTH)
@@ -188,12 +208,16 @@ def _load_chunk_masses(
 
 
 @triton.jit
-def _near_pairs(faded, anchor, logits, C: tl.constexpr, PRECISION: tl.constexpr):
+def _near_key(logits, anchor):
+    """What each token puts into the latents beside `anchor`; where a latent is empty there, a or exp(anchor - z) is 0."""
+    return tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD))
+
+
+@triton.jit
+def _near_pairs(faded, key, C: tl.constexpr, PRECISION: tl.constexpr):
     """Weight of each token of a chunk in the output of each row, sum_l a_t exp(theta_s - z_t), right for near rows; `faded` is
     a exp(anchor - z)."""
     rows = tl.arange(0, C)
-    # where a latent is empty at the anchor, a or exp(anchor - z) is 0, whatever its key
-    key = tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD))
     pairs = rounded_dot(faded, tl.trans(key), PRECISION)
     return tl.where(rows[:, None] >= rows[None, :], pairs, 0.0)
 
@@ -224,68 +248,88 @@ def _prepare(
     q, theta, gate, masses, befores, scores, rest, far, reader, writer, kept, shares, own_shares, keys, gates,
     chunks, log_length, total_tokens,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
-    P: tl.constexpr, PRECISION: tl.constexpr, FAR: tl.constexpr,
+    P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One chunk and P query heads, side by side: what walks take, see `Prepared`, and the share of the exact branch. For the
-    backward pass `shares` takes the probabilities a, `keys` exp(theta_t - z_t) and `gates` z_{t-1} - z_t (natural logarithm).
+    """One chunk and P key/value heads, side by side, with all their query heads: what walks take, see `Prepared`, and the share
+    of the exact branch. For the backward pass `shares` takes the probabilities a, `keys` exp(theta_t - z_t) and `gates`
+    z_{t-1} - z_t (natural logarithm).
 
-    Where rows are not near, `far` is set, and a second launch with FAR forms these weights again.
+    Where rows are not near, `far` is set, and `_prepare_far` forms these weights again.
     """
-    n, block, _ = place_in_grid((HEADS + P - 1) // P, 1)
-    mark = far + tl.program_id(0)
-    if FAR:
-        if tl.load(mark) == 0:
-            return
+    kv_heads: tl.constexpr = HEADS // GROUP
     width: tl.constexpr = HEADS * LATENTS
-    kv_width: tl.constexpr = width // GROUP
+    kv_width: tl.constexpr = kv_heads * LATENTS
+    n, block, _ = place_in_grid(tl.program_id(0), (kv_heads + P - 1) // P, 1)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
-    rows, heads = tl.arange(0, C), block * P + tl.arange(0, P)
-    part = tl.arange(0, BL) // (BL // P)
-    head, latent = block * P + part, tl.arange(0, BL) % (BL // P)
-    inside = (latent < LATENTS) & (head < HEADS)
-    columns = tl.where(inside, head * LATENTS + latent, width)  # beyond the last: neither read nor written
-    kv_columns = tl.where(inside, head // GROUP * LATENTS + latent, kv_width)
-    into = tl.where(head % GROUP == 0, kv_columns, kv_width)
-    if LATENTS == BL // P:
-        columns = tl.max_contiguous(tl.multiple_of(columns, LATENTS), LATENTS)
-        kv_columns = tl.max_contiguous(tl.multiple_of(kv_columns, LATENTS), LATENTS)
-        into = tl.max_contiguous(tl.multiple_of(into, LATENTS), LATENTS)
-    before = tl.load(befores + n * kv_width + kv_columns, mask=inside, other=NOTHING)
+    rows, part, latents = tl.arange(0, C), tl.arange(0, BL) // (BL // P), tl.arange(0, BL) % (BL // P)
+    kv_columns = _columns(block * P + part, latents, kv_heads, LATENTS, P)
+    before = tl.load(befores + n * kv_width + kv_columns, mask=kv_columns < kv_width, other=NOTHING)
     logits = _load_logits(theta, start, left, 0, kv_columns, C, 1, kv_width)
     z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
-    a, own = _weights(q, gate, z, start, left, columns, heads, log_length, HEADS, width, MASS, C, P)
-    faded = a * tl.exp2(anchor[None, :] - z)
-    if FAR:
-        for i in range(P):  # unrolled, it would compile much longer, and it seldom runs
-            of_head = tl.where((part == i)[None, :], a, 0.0)
-            pairs = _near_pairs(tl.where((part == i)[None, :], faded, 0.0), anchor, logits, C, PRECISION)
-            pairs = _far_pairs(
-                pairs, of_head, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION
-            )
-            count = tl.where(block * P + i < HEADS, left, 0)
-            store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
-    else:
+    tl.store(far + tl.program_id(0), (tl.max(last - anchor, 0) > SPREAD).to(tl.int32))
+    store_rows(writer, _share(logits, last[None, :]), start, left, 0, kv_columns, C, 1, kv_width)
+    tl.store(kept + n * kv_width + kv_columns, before - last, mask=kv_columns < kv_width)
+    if keys is not None:
+        store_rows(keys, _share(logits, z), start, left, 0, kv_columns, C, 1, kv_width)
+        above = tl.minimum(tl.maximum(rows, 1), left) - 1
+        earlier = _load_masses(masses, start, above, 0, kv_columns, 1, kv_width)
+        earlier = tl.where((rows == 0)[:, None], before[None, :], earlier)
+        log = tl.where(earlier > OCCUPIED, (earlier - z) / LOG2E, 0.0)  # nothing decays in an empty latent
+        store_rows(gates, log, start, left, 0, kv_columns, C, 1, kv_width)
+    allowance = _allowance(z, log_length, MASS, P)
+    fading, key = tl.exp2(anchor[None, :] - z), _near_key(logits, anchor)
+    from_start = tl.exp2(before - anchor)[None, :]
+    for j in tl.range(0, GROUP, num_stages=1):
+        columns = _columns((block * P + part) * GROUP + j, latents, HEADS, LATENTS, P)
+        heads = (block * P + tl.arange(0, P)) * GROUP + j
+        a, own = _weights(q, gate, allowance, start, left, columns, heads, HEADS, width, C, P)
+        faded = a * fading
         for i in tl.static_range(P):
-            pairs = _near_pairs(tl.where((part == i)[None, :], faded, 0.0), anchor, logits, C, PRECISION)
-            count = tl.where(block * P + i < HEADS, left, 0)
-            store_scores(scores, rest, pairs, start, count, block * P + i, total_tokens, C)
-        tl.store(mark, (tl.max(last - anchor, 0) > SPREAD).to(tl.int32))
-        store_rows(reader, faded * tl.exp2(before - anchor)[None, :], start, left, 0, columns, C, 1, width)
+            pairs = _near_pairs(tl.where((part == i)[None, :], faded, 0.0), key, C, PRECISION)
+            count = tl.where(block * P + i < kv_heads, left, 0)
+            store_scores(scores, rest, pairs, start, count, (block * P + i) * GROUP + j, total_tokens, C)
+        store_rows(reader, faded * from_start, start, left, 0, columns, C, 1, width)
         if gate is not None:
             store_rows(own_shares, own, start, left, 0, heads, C, 1, HEADS)
         if shares is not None:
             store_rows(shares, a, start, left, 0, columns, C, 1, width)
-        if tl.cdiv(block * P, GROUP) * GROUP < block * P + P:  # some key/value head's first query head is here
-            store_rows(writer, _share(logits, last[None, :]), start, left, 0, into, C, 1, kv_width)
-            tl.store(kept + n * kv_width + into, before - last, mask=into < kv_width)
-            if keys is not None:
-                store_rows(keys, _share(logits, z), start, left, 0, into, C, 1, kv_width)
-                above = tl.minimum(tl.maximum(rows, 1), left) - 1
-                earlier = _load_masses(masses, start, above, 0, kv_columns, 1, kv_width)
-                earlier = tl.where((rows == 0)[:, None], before[None, :], earlier)
-                log = tl.where(earlier > OCCUPIED, (earlier - z) / LOG2E, 0.0)  # nothing decays in an empty latent
-                store_rows(gates, log, start, left, 0, into, C, 1, kv_width)
+
+
+@triton.jit(do_not_specialize=["span", "count"])
+def _prepare_far(
+    q, theta, gate, masses, scores, rest, far, chunks, log_length, total_tokens, span, count,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
+    P: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights of `_prepare` where some rows are not near."""
+    kv_heads: tl.constexpr = HEADS // GROUP
+    kv_width: tl.constexpr = kv_heads * LATENTS
+    part, latents = tl.arange(0, BL) // (BL // P), tl.arange(0, BL) % (BL // P)
+    first, length = marked_span(far, span, count)
+    for number in range(length):
+        if tl.load(far + first + number) != 0:
+            n, block, _ = place_in_grid(first + number, (kv_heads + P - 1) // P, 1)
+            start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
+            left = (end - start).to(tl.int32)
+            kv_columns = _columns(block * P + part, latents, kv_heads, LATENTS, P)
+            logits = _load_logits(theta, start, left, 0, kv_columns, C, 1, kv_width)
+            z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
+            allowance = _allowance(z, log_length, MASS, P)
+            fading, key = tl.exp2(anchor[None, :] - z), _near_key(logits, anchor)
+            for i in range(P * GROUP):  # unrolled, it would compile much longer, and it seldom runs
+                j, own_part = i % GROUP, (part == i // GROUP)[None, :]
+                columns = _columns((block * P + part) * GROUP + j, latents, HEADS, LATENTS, P)
+                heads = (block * P + tl.arange(0, P)) * GROUP + j
+                a, own = _weights(q, gate, allowance, start, left, columns, heads, HEADS, HEADS * LATENTS, C, P)
+                a = tl.where(own_part, a, 0.0)
+                pairs = _near_pairs(a * fading, key, C, PRECISION)
+                pairs = _far_pairs(
+                    pairs, a, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION
+                )
+                head = block * P * GROUP + i
+                rows_left = tl.where(head < HEADS, left, 0)
+                store_scores(scores, rest, pairs, start, rows_left, head, total_tokens, C)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -294,7 +338,7 @@ def _grad_exact(
     HEADS: tl.constexpr, DIM: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """C tokens of one head: the exact branch's gradient, and that of its probability."""
-    n, head, _ = place_in_grid(HEADS, 1)
+    n, head, _ = place_in_grid(tl.program_id(0), HEADS, 1)
     start, left = n.to(tl.int64) * C, tokens - n * C
     rows, values = tl.arange(0, C), tl.arange(0, BV)
     grads = load_rows(grad_out, start, left, head, values, C, HEADS, DIM).to(tl.float32)
@@ -315,7 +359,7 @@ def _gather(
     reaches z through the query logits (papers: Latte, section 2.6, where W sums it), and its sum at the chunk's start.
     """
     kv_heads: tl.constexpr = HEADS // GROUP
-    n, kv_head, _ = place_in_grid(kv_heads, 1)
+    n, kv_head, _ = place_in_grid(tl.program_id(0), kv_heads, 1)
     start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
     left = (end - start).to(tl.int32)
     rows, latents = tl.arange(0, C), tl.arange(0, BL)
@@ -358,7 +402,7 @@ def _carry_back(
     WIDTH: tl.constexpr, C: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """In reverse along a document, what all later rows send to the masses at each chunk's end, and at the document's start."""
-    document, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    document, block, _ = place_in_grid(tl.program_id(0), (WIDTH + BLOCK - 1) // BLOCK, 1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     first, count = _chunks_of(document, documents, segments, C)
     later = tl.zeros((BLOCK,), tl.float32)
@@ -386,7 +430,7 @@ def _spread(
     STAGES: tl.constexpr,
 ):
     """Gradients of a chunk's key logits, from those of the keys and what the rows send to masses."""
-    n, block, _ = place_in_grid((WIDTH + BLOCK - 1) // BLOCK, 1)
+    n, block, _ = place_in_grid(tl.program_id(0), (WIDTH + BLOCK - 1) // BLOCK, 1)
     columns = block * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(chunks + 2 * n), tl.load(chunks + 2 * n + 1)
     later = _load_row(ends, n, columns, WIDTH)
@@ -429,23 +473,12 @@ def _step(
         # a step towards the value: shares of old and new, rounded by themselves, would not add up to one
         mean += _share(logits, later)[:, None] * (v_row[None, :] - mean)
         z = later
+        allowance = _allowance(z[None, :], log_length, MASS, 1)
         for j in range(GROUP):
             head = kv_head * GROUP + j
-            columns = tl.where(latents < LATENTS, head * LATENTS + latents, HEADS * LATENTS)
+            columns = _columns(head, latents, HEADS, LATENTS, 1)
             a, own = _weights(
-                q,
-                gate,
-                z[None, :],
-                token,
-                1,
-                columns,
-                head + tl.arange(0, 1),
-                log_length,
-                HEADS,
-                HEADS * LATENTS,
-                MASS,
-                1,
-                1,
+                q, gate, allowance, token, 1, columns, head + tl.arange(0, 1), HEADS, HEADS * LATENTS, 1, 1
             )
             result = tl.sum(tl.trans(a) * mean, 0)
             into = (token * HEADS + head) * DIM + values
@@ -506,17 +539,27 @@ class Latents(Recurrence):
         shares, keys, gates = (self.new(*x.shape) if backward else None for x in (q, theta, theta))
         # heads with few latents stand side by side in a tile
         tile = tile_width(self.dim_k)
-        together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.heads))
-        grid = (len(self.plan.chunks) * triton.cdiv(self.heads, together),)
-        marks = torch.empty(grid, dtype=torch.int32, device=q.device)
-        warps = 4 if tile <= 64 else 8 if self.state_dtype == torch.bfloat16 else 16
-        for far in (False, True):
-            run(
-                _prepare, grid,
-                q, theta, gate, masses, befores, ready.scores, ready.rest, marks, ready.q, ready.k, ready.kept, shares, own,
-                keys, gates, self.plan.chunks, self.log_length, self.tokens, BL=tile, P=together, FAR=far,
-                **self.options, PRECISION=self.precision["PRECISION"], num_warps=warps,
-            )  # fmt: skip
+        together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.kv_heads))
+        count = len(self.plan.chunks) * triton.cdiv(self.kv_heads, together)
+        far = torch.empty(count, dtype=torch.int32, device=q.device)
+        options = dict(
+            **self.options,
+            BL=tile,
+            P=together,
+            PRECISION=self.precision["PRECISION"],
+            num_warps=4 if tile <= 64 else 8 if self.state_dtype == torch.bfloat16 else 16,
+        )
+        run(
+            _prepare, (count,),
+            q, theta, gate, masses, befores, ready.scores, ready.rest, far, ready.q, ready.k, ready.kept, shares, own, keys,
+            gates, self.plan.chunks, self.log_length, self.tokens, **options,
+        )  # fmt: skip
+        grid, span = spans(count, q.device)
+        run(
+            _prepare_far, grid,
+            q, theta, gate, masses, ready.scores, ready.rest, far, self.plan.chunks, self.log_length, self.tokens, span,
+            count, **options,
+        )  # fmt: skip
         return ready, (own, shares, keys, gates)
 
     def backward(

@@ -27,7 +27,7 @@ def _rotate(
     HEADS: tl.constexpr, HALF: tl.constexpr, SHARED: tl.constexpr, BACK: tl.constexpr, N: tl.constexpr, W: tl.constexpr,
 ):  # fmt: skip
     """N tokens of one head; `SHARED`: all sequences have the same angles, `BACK`: times the transposed matrix."""
-    block, head, _ = place_in_grid(HEADS, 1)
+    block, head, _ = place_in_grid(tl.program_id(0), HEADS, 1)
     rows, columns = block.to(tl.int64) * N + tl.arange(0, N), tl.arange(0, W)
     inside = (rows < tokens)[:, None] & (columns < HALF)[None, :]
     turn = (rows % time if SHARED else rows)[:, None] * (2 * HALF) + columns[None, :]

@@ -391,6 +391,17 @@ def test_extreme_gates(gate, kind, dtype, backend):
     all_close(found, expected, TOLERANCES[dtype])
 
 
+def test_some_of_many_chunks_are_strong(backend, monkeypatch):
+    """Where programs that look for strong chunks take several each."""
+    from hf_linattn.kernels import tiles
+
+    monkeypatch.setattr(tiles, "processors", lambda device: 1)
+    tensors = inputs(2, 64 * 11 + 5, 2, 1, 8, 6)
+    strong = torch.tensor([0, 3, 4, 9]) * 64 + 20
+    tensors["log_decay"][1, strong] = -1000
+    matches_the_recurrence(tensors, backend)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("gate", GATES)
 def test_half_precision(gate, dtype, backend):

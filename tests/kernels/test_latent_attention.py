@@ -292,6 +292,16 @@ def test_triton_both_paths_give_the_same(monkeypatch):
     matches_the_definition(tensors, "triton", use_mass=True)
 
 
+def test_some_of_many_chunks_are_far(backend, monkeypatch):
+    """Where programs that look for far rows take several chunks each."""
+    from hf_linattn.kernels import tiles
+
+    monkeypatch.setattr(tiles, "processors", lambda device: 1)
+    tensors = inputs(2, 64 * 11 + 5, 2, 1, 4, 3, gated=True, state=True)
+    tensors["theta"][1, torch.tensor([0, 3, 4, 9]) * 64 + 20] += torch.tensor([50.0, 100, 150, 200])[:, None, None]
+    matches_the_definition(tensors, backend, tolerance=logit_tolerance(tensors), use_mass=True)
+
+
 def hard_assignments(batch, time, kv_heads, latents, seed=0):
     code = torch.randint(latents, (batch, time, kv_heads), generator=torch.Generator().manual_seed(seed))
     return torch.where(F.one_hot(code, latents).bool(), 0.0, EMPTY).double()
