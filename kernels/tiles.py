@@ -18,7 +18,7 @@ CHUNK = 64
 # such an operand from where a uniform register points that nobody has written: compute-sanitizer stopped there, and the machine
 # code shows it. Transposed ones, TF32 and wider ones were right in all kernels looked through.
 HALF_WIDTH = tl.constexpr(64)
-WIDEST_SPAN = tl.constexpr(32)
+MOST_ROUNDS = tl.constexpr(32)
 INTERPRETED = triton.knobs.runtime.interpret
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -31,13 +31,19 @@ def place_in_grid(number, HEADS: tl.constexpr, TILES: tl.constexpr):
 
 
 @triton.jit
-def marked_span(marks, span, count):
-    """The first of `count` numbers that this program looks through and how many it does, none where none of them is marked."""
-    first = tl.program_id(0) * span
-    numbers = first + tl.arange(0, WIDEST_SPAN)
-    inside = tl.minimum(span, count - first)
-    found = tl.max(tl.load(marks + numbers, mask=numbers < first + inside, other=0), 0)
-    return first, tl.where(found != 0, inside, 0)
+def marked_rounds(marks, count, rounds, SHARE: tl.constexpr):
+    """How often this program has to look for work: `rounds` times, each time a grid's width further, or never if none of the
+    marks that it would meet is set. SHARE of `count` numbers have a mark in common."""
+    numbers = tl.program_id(0) + tl.num_programs(0) * tl.arange(0, MOST_ROUNDS)
+    found = tl.max(tl.load(marks + numbers // SHARE, mask=numbers < count, other=0), 0)
+    return tl.where(found != 0, rounds, 0)
+
+
+@triton.jit
+def marked_number(marks, count, i, SHARE: tl.constexpr):
+    """The number that this program takes in round i, and whether its mark is set."""
+    number = tl.program_id(0) + tl.num_programs(0) * i
+    return number, tl.load(marks + number // SHARE, mask=number < count, other=0) != 0
 
 
 @triton.jit
@@ -234,11 +240,11 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def spans(count: int, device: torch.device) -> tuple[tuple[int], int]:
-    """Grid that looks through `count` marks, and how many of them a program takes: most programs find nothing, and thousands of
-    them would take as long to come and go as a kernel that works."""
-    span = min(max(count // (4 * processors(device)), 1), WIDEST_SPAN.value)
-    return (triton.cdiv(count, span),), span
+def few_programs(count: int, device: torch.device) -> tuple[tuple[int], int]:
+    """Grid whose programs look through `count` numbers for marked ones, and in how many rounds: mostly there is none, and
+    thousands of programs would take as long to come and go as a kernel that works."""
+    rounds = min(max(count // (4 * processors(device)), 1), MOST_ROUNDS.value)
+    return (triton.cdiv(count, rounds),), rounds
 
 
 @functools.lru_cache(maxsize=64)

@@ -29,18 +29,19 @@ from ..tiles import (
     LOG2E,
     Plan,
     dot,
+    few_programs,
     has_ample_memory,
     join_segments,
     load_rows,
     load_state,
     make_plan,
-    marked_span,
+    marked_number,
+    marked_rounds,
     place_in_grid,
     precise_dot,
     processors,
     product_precision,
     selected_sums,
-    spans,
     store_rows,
     store_state,
     tile_width,
@@ -254,9 +255,9 @@ def _strong_scores(
     store_scores(scores, rest, acc * scale, start, left, head, total_tokens, C)
 
 
-@triton.jit(do_not_specialize=["span", "count"])
+@triton.jit(do_not_specialize=["count", "rounds"])
 def _prepare_strong(
-    q, k, g, scores, rest, strong, decayed_k, chunks, scale, total_tokens, span, count,
+    q, k, g, scores, rest, strong, decayed_k, chunks, scale, total_tokens, count, rounds,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr,
     PRECISION: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
@@ -265,11 +266,11 @@ def _prepare_strong(
     Rows whose decay since the anchor is bounded are finished; for the others the block is halved: pairs across its middle
     take the middle as anchor, the rest is left to the halves. What becomes of a row depends on no later gate.
     """
-    first, length = marked_span(strong, span, count)
-    for i in range(length):
-        if tl.load(strong + first + i) != 0:
+    for i in range(marked_rounds(strong, count, rounds, 1)):
+        number, marked = marked_number(strong, count, i, 1)
+        if marked:
             _strong_scores(
-                first + i, q, k, g, scores, rest, decayed_k, chunks, scale, total_tokens,
+                number, q, k, g, scores, rest, decayed_k, chunks, scale, total_tokens,
                 KV_HEADS, GROUP, DIM_K, C, LEVELS, BK, PRECISION, EXACT,
             )  # fmt: skip
 
@@ -494,7 +495,10 @@ def _slab_gradients(
             dk += growth * precise_dot(tl.trans(pairs), queries * decay, PRECISION)
         elif not CHANNEL:
             dk += precise_dot(tl.trans(pairs), queries, PRECISION)
-        own += diagonal * queries
+        if grad_g is None:
+            dk += diagonal * queries
+        else:
+            own += diagonal * queries
     change -= keys * dk
     store_rows(grad_k, dk + own, start, left, kv_head, columns, C, KV_HEADS, DIM_K)
     if CHANNEL and LEVELS == 1:
@@ -510,9 +514,9 @@ def _slab_gradients(
             tl.store(grad_g + place, dg, mask=rows < left)
 
 
-@triton.jit(do_not_specialize=["span", "count"], do_not_specialize_on_alignment=["chunks"])
+@triton.jit(do_not_specialize=["count", "rounds"], do_not_specialize_on_alignment=["chunks"])
 def _gradients(
-    q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens, span, count,
+    q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens, count, rounds,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM_K: tl.constexpr, DIM_V: tl.constexpr, CHANNEL: tl.constexpr,
     C: tl.constexpr, LEVELS: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr, EXACT: tl.constexpr,
@@ -528,11 +532,11 @@ def _gradients(
             KV_HEADS, GROUP, DIM_K, DIM_V, CHANNEL, C, LEVELS, BK, BV, OPERAND, PRECISION, EXACT,
         )  # fmt: skip
     else:
-        first, length = marked_span(strong, span, count)
-        for i in range(length):
-            if tl.load(strong + first + i) != 0:
+        for i in range(marked_rounds(strong, count, rounds, 1)):
+            number, marked = marked_number(strong, count, i, 1)
+            if marked:
                 _slab_gradients(
-                    first + i, q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
+                    number, q, k, v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong, chunks, scale, total_tokens,
                     KV_HEADS, GROUP, DIM_K, DIM_V, CHANNEL, C, LEVELS, BK, BV, OPERAND, PRECISION, EXACT,
                 )  # fmt: skip
 
@@ -611,7 +615,7 @@ def _launch(dim_k: int, dim_v: int, itemsize: int, ample: bool) -> _Launch:
             BK=min(wide_k, 64),
             BV=min(wide_v, 64),
             num_warps=4,
-            num_stages=1 if not ample else 2 if wide_k > 128 else 3,
+            num_stages=3 if ample else 1,
         ),
     )
 
@@ -735,13 +739,13 @@ class Recurrence:
             (_, first), (_, stop) = part
             count = (stop - first) * self.kv_heads * self.slabs
             strong = torch.empty(count, dtype=torch.int32, device=q.device)
-            grid, span = spans(count, q.device)
+            grid, rounds = few_programs(count, q.device)
             passes = ((1, (count,)), (CHUNK.bit_length(), grid)) if self.channel else ((1, (count,)),)
             for levels, programs in passes:
                 run(
                     _gradients, programs,
                     q, k, self.v, g, grad_out, before, later, grad_q, grad_k, grad_g, strong,
-                    self.plan.chunks[first:], self.scale, self.tokens, span, count, GROUP=self.group, C=CHUNK, LEVELS=levels,
+                    self.plan.chunks[first:], self.scale, self.tokens, count, rounds, GROUP=self.group, C=CHUNK, LEVELS=levels,
                     CHANNEL=self.channel, **self.shape, **self.precision, **self.launch.gradients,
                 )  # fmt: skip
         return grad_v, grad_initial
@@ -784,10 +788,10 @@ def _prepared(problem: Recurrence, q, k, g, scale: float, queries: bool, rest: b
     )  # fmt: skip
     if problem.channel:
         del options["OPERAND"]
-        grid, span = spans(count, q.device)
+        grid, rounds = few_programs(count, q.device)
         run(
             _prepare_strong, grid,
-            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, scale, problem.tokens, span, count,
+            q, k, g, ready.scores, ready.rest, strong, ready.k, problem.plan.chunks, scale, problem.tokens, count, rounds,
             LEVELS=CHUNK.bit_length(), **options,
         )  # fmt: skip
     return ready

@@ -26,12 +26,13 @@ from ..packing import document_borders
 from ..tiles import (
     CHUNK,
     LOG2E,
+    few_programs,
     load_rows,
     load_state,
-    marked_span,
+    marked_number,
+    marked_rounds,
     place_in_grid,
     rounded_dot,
-    spans,
     store_rows,
     store_state,
     tile_width,
@@ -183,9 +184,10 @@ def _accumulate(theta, befores, masses, chunks, WIDTH: tl.constexpr, BLOCK: tl.c
     before = _load_row(befores, n, columns, WIDTH)
     # the chunk's sum by itself: equal steps of a large one would all be rounded the same way
     inside = tl.full((BLOCK,), NOTHING, tl.float32)
+    z = before
     for t in tl.range(start, end, num_stages=STAGES):
         inside = _add_logs(inside, _load_logit_row(theta, t, columns, WIDTH))
-        z = _add_logs(before, inside)
+        z = tl.maximum(z, _add_logs(before, inside))  # never less, whatever rounding does
         tl.store(masses + tl.cast(t, tl.int64) * WIDTH + columns, z, mask=columns < WIDTH)
 
 
@@ -196,20 +198,24 @@ def _load_masses(pointer, start, rows, head, latents, HEADS: tl.constexpr, LATEN
 
 
 @triton.jit
-def _load_chunk_masses(
-    masses, start, left, head, latents, C: tl.constexpr, HEADS: tl.constexpr, LATENTS: tl.constexpr
-):
-    """z of a chunk's rows, where rows behind the end repeat the last, and of its first and its last."""
-    one = tl.arange(0, 1)
-    z = _load_masses(masses, start, tl.minimum(tl.arange(0, C), left - 1), head, latents, HEADS, LATENTS)
-    first = _load_masses(masses, start, one, head, latents, HEADS, LATENTS)
-    last = _load_masses(masses, start, one + left - 1, head, latents, HEADS, LATENTS)
-    return z, tl.sum(first, 0), tl.sum(last, 0)
+def _load_chunk_masses(masses, start, left, columns, C: tl.constexpr, WIDTH: tl.constexpr):
+    """z of a chunk's rows, where rows behind the end repeat the last; its anchor, that of the first row where the latent is not
+    empty; and its last."""
+    z = _load_masses(masses, start, tl.minimum(tl.arange(0, C), left - 1), 0, columns, 1, WIDTH)
+    last = tl.max(z, 0)  # it never falls
+    anchor = tl.min(tl.where(z > OCCUPIED, z, last[None, :]), 0)
+    return z, anchor, last
+
+
+@triton.jit
+def _fading(z, anchor):
+    """exp(anchor - z), of whatever size where the latent is still empty."""
+    return tl.exp2(tl.minimum(anchor[None, :] - z, 0.0))
 
 
 @triton.jit
 def _near_key(logits, anchor):
-    """What each token puts into the latents beside `anchor`; where a latent is empty there, a or exp(anchor - z) is 0."""
+    """What each token puts into the latents, beside `anchor`."""
     return tl.exp2(tl.minimum(logits - anchor[None, :], SPREAD))
 
 
@@ -266,7 +272,7 @@ def _prepare(
     kv_columns = _columns(block * P + part, latents, kv_heads, LATENTS, P)
     before = tl.load(befores + n * kv_width + kv_columns, mask=kv_columns < kv_width, other=NOTHING)
     logits = _load_logits(theta, start, left, 0, kv_columns, C, 1, kv_width)
-    z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
+    z, anchor, last = _load_chunk_masses(masses, start, left, kv_columns, C, kv_width)
     tl.store(far + tl.program_id(0), (tl.max(last - anchor, 0) > SPREAD).to(tl.int32))
     store_rows(writer, _share(logits, last[None, :]), start, left, 0, kv_columns, C, 1, kv_width)
     tl.store(kept + n * kv_width + kv_columns, before - last, mask=kv_columns < kv_width)
@@ -278,9 +284,9 @@ def _prepare(
         log = tl.where(earlier > OCCUPIED, (earlier - z) / LOG2E, 0.0)  # nothing decays in an empty latent
         store_rows(gates, log, start, left, 0, kv_columns, C, 1, kv_width)
     allowance = _allowance(z, log_length, MASS, P)
-    fading, key = tl.exp2(anchor[None, :] - z), _near_key(logits, anchor)
+    fading, key = _fading(z, anchor), _near_key(logits, anchor)
     from_start = tl.exp2(before - anchor)[None, :]
-    for j in tl.range(0, GROUP, num_stages=1):
+    for j in range(GROUP):
         columns = _columns((block * P + part) * GROUP + j, latents, HEADS, LATENTS, P)
         heads = (block * P + tl.arange(0, P)) * GROUP + j
         a, own = _weights(q, gate, allowance, start, left, columns, heads, HEADS, width, C, P)
@@ -296,9 +302,9 @@ def _prepare(
             store_rows(shares, a, start, left, 0, columns, C, 1, width)
 
 
-@triton.jit(do_not_specialize=["span", "count"])
+@triton.jit(do_not_specialize=["count", "rounds"])
 def _prepare_far(
-    q, theta, gate, masses, scores, rest, far, chunks, log_length, total_tokens, span, count,
+    q, theta, gate, masses, scores, rest, far, chunks, log_length, total_tokens, count, rounds,
     HEADS: tl.constexpr, GROUP: tl.constexpr, LATENTS: tl.constexpr, MASS: tl.constexpr, C: tl.constexpr, BL: tl.constexpr,
     P: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -306,30 +312,24 @@ def _prepare_far(
     kv_heads: tl.constexpr = HEADS // GROUP
     kv_width: tl.constexpr = kv_heads * LATENTS
     part, latents = tl.arange(0, BL) // (BL // P), tl.arange(0, BL) % (BL // P)
-    first, length = marked_span(far, span, count)
-    for number in range(length):
-        if tl.load(far + first + number) != 0:
-            n, block, _ = place_in_grid(first + number, (kv_heads + P - 1) // P, 1)
+    for i in range(marked_rounds(far, count, rounds, P * GROUP)):
+        number, marked = marked_number(far, count, i, P * GROUP)
+        if marked:
+            n, block, head = place_in_grid(number, (kv_heads + P - 1) // P, P * GROUP)
             start, end = tl.load(chunks + 2 * n).to(tl.int64), tl.load(chunks + 2 * n + 1)
             left = (end - start).to(tl.int32)
             kv_columns = _columns(block * P + part, latents, kv_heads, LATENTS, P)
+            columns = _columns((block * P + part) * GROUP + head % GROUP, latents, HEADS, LATENTS, P)
+            heads = (block * P + tl.arange(0, P)) * GROUP + head % GROUP
             logits = _load_logits(theta, start, left, 0, kv_columns, C, 1, kv_width)
-            z, anchor, last = _load_chunk_masses(masses, start, left, 0, kv_columns, C, 1, kv_width)
+            z, anchor, last = _load_chunk_masses(masses, start, left, kv_columns, C, kv_width)
             allowance = _allowance(z, log_length, MASS, P)
-            fading, key = tl.exp2(anchor[None, :] - z), _near_key(logits, anchor)
-            for i in range(P * GROUP):  # unrolled, it would compile much longer, and it seldom runs
-                j, own_part = i % GROUP, (part == i // GROUP)[None, :]
-                columns = _columns((block * P + part) * GROUP + j, latents, HEADS, LATENTS, P)
-                heads = (block * P + tl.arange(0, P)) * GROUP + j
-                a, own = _weights(q, gate, allowance, start, left, columns, heads, HEADS, HEADS * LATENTS, C, P)
-                a = tl.where(own_part, a, 0.0)
-                pairs = _near_pairs(a * fading, key, C, PRECISION)
-                pairs = _far_pairs(
-                    pairs, a, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION
-                )
-                head = block * P * GROUP + i
-                rows_left = tl.where(head < HEADS, left, 0)
-                store_scores(scores, rest, pairs, start, rows_left, head, total_tokens, C)
+            a, own = _weights(q, gate, allowance, start, left, columns, heads, HEADS, HEADS * LATENTS, C, P)
+            a = tl.where((part == head // GROUP)[None, :], a, 0.0)
+            pairs = _near_pairs(a * _fading(z, anchor), _near_key(logits, anchor), C, PRECISION)
+            pairs = _far_pairs(pairs, a, z, anchor, logits, masses, start, left, kv_columns, C, kv_width, PRECISION)
+            head += block * P * GROUP
+            store_scores(scores, rest, pairs, start, tl.where(head < HEADS, left, 0), head, total_tokens, C)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -365,7 +365,7 @@ def _gather(
     rows, latents = tl.arange(0, C), tl.arange(0, BL)
     place = (n * kv_heads + kv_head) * LATENTS + latents
     before = tl.load(befores + place, mask=latents < LATENTS, other=NOTHING)
-    z, _, _ = _load_chunk_masses(masses, start, left, kv_head, latents, C, kv_heads, LATENTS)
+    z = _load_masses(masses, start, tl.minimum(rows, left - 1), kv_head, latents, kv_heads, LATENTS)
     total = tl.zeros((C, BL), tl.float32)
     held = tl.zeros((C, 1), tl.float32)
     for j in range(GROUP):
@@ -496,6 +496,11 @@ class Latents(Recurrence):
 
     def __init__(self, q, v, borders, use_mass=False, mass_length=None):
         super().__init__(v, *q.shape[2:], channel=True, scale=1.0, borders=borders)
+        if (
+            self.dim_k > 32
+        ):  # queries and keys, in float32 here, take memory that a second program is worth more than loads
+            gradients = dict(self.launch.gradients, num_stages=min(self.launch.gradients["num_stages"], 2))
+            self.launch = self.launch._replace(gradients=gradients)
         self.width = self.kv_heads * self.dim_k
         self.options = dict(HEADS=self.heads, GROUP=self.group, LATENTS=self.dim_k, MASS=use_mass, C=CHUNK)
         self.log_length = None if mass_length is None else math.log2(mass_length)
@@ -540,6 +545,7 @@ class Latents(Recurrence):
         # heads with few latents stand side by side in a tile
         tile = tile_width(self.dim_k)
         together = min(tile // triton.next_power_of_2(self.dim_k), triton.next_power_of_2(self.kv_heads))
+        half = self.state_dtype == torch.bfloat16
         count = len(self.plan.chunks) * triton.cdiv(self.kv_heads, together)
         far = torch.empty(count, dtype=torch.int32, device=q.device)
         options = dict(
@@ -547,18 +553,20 @@ class Latents(Recurrence):
             BL=tile,
             P=together,
             PRECISION=self.precision["PRECISION"],
-            num_warps=4 if tile <= 64 else 8 if self.state_dtype == torch.bfloat16 else 16,
+            num_warps=4 if tile <= 64 else 8 if half else 16,
+            num_stages=3 if half else 1,  # of the loads of query logits
         )
         run(
             _prepare, (count,),
             q, theta, gate, masses, befores, ready.scores, ready.rest, far, ready.q, ready.k, ready.kept, shares, own, keys,
             gates, self.plan.chunks, self.log_length, self.tokens, **options,
         )  # fmt: skip
-        grid, span = spans(count, q.device)
+        count *= together * self.group
+        grid, rounds = few_programs(count, q.device)
         run(
             _prepare_far, grid,
-            q, theta, gate, masses, ready.scores, ready.rest, far, self.plan.chunks, self.log_length, self.tokens, span,
-            count, **options,
+            q, theta, gate, masses, ready.scores, ready.rest, far, self.plan.chunks, self.log_length, self.tokens, count,
+            rounds, **options,
         )  # fmt: skip
         return ready, (own, shares, keys, gates)
 
