@@ -16,7 +16,7 @@ from pathlib import Path
 import common
 import torch
 from common import draw, measure
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from hf_linattn import FAMILIES
 from hf_linattn.models.retrofit.modeling_retrofit import native_attention
@@ -43,30 +43,36 @@ FIGURES = {  # of the tables, by section
 COLOURS = {"converted": "#c0392b", "teacher": "#7f8c8d"}
 
 
+def build(layout: str, converted: bool, device: str, **sizes: int) -> PreTrainedModel:
+    """A random model of a layout, converted or as its teacher runs; the base's weights in bfloat16, the new ones in float32."""
+    family, attention = LAYOUTS[layout]
+    family = FAMILIES[family]
+    native = family.native_config(**sizes | (TINY if device == "cpu" else attention))
+    torch.manual_seed(0)
+    if converted:
+        fields = {k: v for k, v in native.to_dict().items() if k not in ("model_type", "architectures")}
+        model = family.causal_lm_class(family.config_class(**fields, linattn_mass_length=MASS_LENGTH)).to(device)
+    else:
+        native._attn_implementation = native_attention(native)
+        model = family.native_causal_lm(native).to(device)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".linattn." in name)
+        if ".linattn." not in name:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
 class Layer:
     """Attention of one layer with full attention, in bfloat16, of a random model of these sizes."""
 
     def __init__(self, layout: str, converted: bool, device: str):
-        family, sizes = LAYOUTS[layout]
-        family, sizes = FAMILIES[family], TINY if device == "cpu" else sizes
         # of two layers, because in Gemma 2 every second has full attention
-        native = family.native_config(**sizes, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
-        torch.manual_seed(0)
-        if converted:
-            fields = {k: v for k, v in native.to_dict().items() if k not in ("model_type", "architectures")}
-            config = family.config_class(**fields, linattn_mass_length=MASS_LENGTH)
-            model = family.causal_lm_class(config).to(device)
-        else:
-            native._attn_implementation = native_attention(native)
-            model = family.native_causal_lm(native).to(device)
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(".linattn." in name)
-            if ".linattn." not in name:
-                parameter.data = parameter.data.to(torch.bfloat16)
+        model = build(layout, converted, device, intermediate_size=64, num_hidden_layers=2, vocab_size=64)
         self.model, self.converted, self.device = model.model, converted, device
         self.attention = self.model.layers[1].self_attn
         self.trained = [p for p in self.attention.parameters() if p.requires_grad]
-        self.width, self.eager = sizes["hidden_size"], not converted and native._attn_implementation == "eager"
+        self.width = model.config.hidden_size
+        self.eager = not converted and model.config._attn_implementation == "eager"
 
     def prepare(self, length: int, first: int = 0) -> Callable:
         """A function of hidden states (B, length, D), and a cache, at positions from `first` on."""

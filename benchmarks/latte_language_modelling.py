@@ -34,6 +34,7 @@ from hf_linattn.conversion.data import read_documents, token_stream
 VARIANTS = ("Latte", "Latte++", "Latte-Conv++", "Latte-RGLRU++", "Latte-Conv-SWA++", "Latte-RGLRU-SWA++")
 CONTROLS = ("RGLRU-SWA++", "Transformer++")
 FACTORS = (1, 2, 4, 8)  # of the trained length
+BYTES = "bytes"
 
 
 def build(name: str, args: argparse.Namespace, vocab: int) -> torch.nn.Module:
@@ -90,11 +91,18 @@ def perplexity(model: torch.nn.Module, tokens: torch.Tensor, length: int, batch:
 
 def read_tokens(args: argparse.Namespace) -> dict:
     """Tokens to train on and to be measured on, and how many different ones there may be."""
-    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
-    text, held_out = (
-        token_stream((t for d in data for t in read_documents(d)), tokenizer) for data in (args.data, args.eval_data)
-    )
-    return {"text": text, "held_out": held_out[: args.eval_tokens], "vocabulary": len(tokenizer)}
+    texts = [[t for d in data for t in read_documents(d)] for data in (args.data, args.eval_data)]
+    if args.tokenizer == BYTES:
+        streams, vocabulary = [as_bytes(t) for t in texts], 256
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer)
+        streams, vocabulary = [token_stream(t, tokenizer) for t in texts], len(tokenizer)
+    return {"text": streams[0], "held_out": streams[1][: args.eval_tokens], "vocabulary": vocabulary}
+
+
+def as_bytes(documents: list[str]) -> torch.Tensor:
+    """UTF-8, a zero between documents."""
+    return torch.tensor(bytearray("\0".join(documents).encode()), dtype=torch.uint8).long()
 
 
 def run(name: str, seed: int, tokens: str, args: argparse.Namespace) -> dict:
@@ -163,11 +171,24 @@ def plot(results: list[dict], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
+def write(report: dict, folder: Path) -> None:
+    (folder / "latte_language_modelling.json").write_text(json.dumps(report, indent=1) + "\n")
+
+
+def finish(report: dict, folder: Path) -> None:
+    """Write, draw and print, models in the order of the paper."""
+    order = [*VARIANTS, *CONTROLS]
+    report["results"].sort(key=lambda r: (order.index(r["model"]), r["seed"]))
+    write(report, folder)
+    plot(report["results"], folder / "latte_language_modelling.png")
+    print(table(report["results"]))
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", nargs="+", required=True)
-    parser.add_argument("--eval-data", nargs="+", required=True)
-    parser.add_argument("--tokenizer", required=True)
+    parser.add_argument("--data", nargs="+")
+    parser.add_argument("--eval-data", nargs="+")
+    parser.add_argument("--tokenizer", help=f'folder or name on the Hub, or "{BYTES}"')
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--models", nargs="+", default=[*VARIANTS, *CONTROLS])
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1])
@@ -181,6 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--eval-tokens", type=int, default=1 << 18)
     parser.add_argument(
+        "--plot", nargs="+", type=Path, metavar="JSON", help="train nothing; join and draw these files of one setting"
+    )
+    parser.add_argument(
         "--one", nargs=3, metavar=("MODEL", "SEED", "TOKENS"), help=argparse.SUPPRESS
     )  # a process of this program
     args = parser.parse_args(arguments)
@@ -189,16 +213,28 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(run(name, int(seed), tokens, args)), flush=True)
         return 0
     args.output.mkdir(parents=True, exist_ok=True)
+    if args.plot:
+        reports = [json.loads(file.read_text()) for file in args.plot]
+        if any(r["setting"] != reports[0]["setting"] for r in reports):
+            parser.error(f"--plot: {', '.join(map(str, args.plot))} are of different settings: join those of one")
+        finish(reports[0] | {"results": [result for r in reports for result in r["results"]]}, args.output)
+        return 0
+    if missing := [f"--{n.replace('_', '-')}" for n in ("data", "eval_data", "tokenizer") if not getattr(args, n)]:
+        parser.error(f"the following arguments are required: {', '.join(missing)}")
     folder = tempfile.TemporaryDirectory()
     tokens = Path(folder.name, "tokens.pt")
     torch.save(read_tokens(args), tokens)
     jobs = list(itertools.product(args.models, args.seeds))
     devices = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
     command = [sys.executable, __file__, *(sys.argv[1:] if arguments is None else arguments)]
 
     def start(number: int) -> dict | None:
         name, seed = jobs[number]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(number % devices)} if devices else None
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path))
+        }  # whatever this process imports
+        environment |= {"CUDA_VISIBLE_DEVICES": visible[number % devices]} if devices else {}
         one = [*command, "--one", name, str(seed), str(tokens)]
         done = subprocess.run(one, stdout=subprocess.PIPE, text=True, env=environment)
         if done.returncode:
@@ -211,7 +247,7 @@ def main(arguments: list[str] | None = None) -> int:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": torch.cuda.get_device_name() if devices else "cpu",
         "torch": torch.__version__,
-        "setting": {name: getattr(args, name) for name in kept},
+        "setting": {"tokenizer": Path(args.tokenizer).name, **{name: getattr(args, name) for name in kept}},
     }
     results = {}
     with ThreadPoolExecutor(len(jobs) if devices else 1) as pool:
@@ -220,13 +256,12 @@ def main(arguments: list[str] | None = None) -> int:
             if future.result() is not None:
                 results[waiting[future]] = future.result()
                 report["results"] = [results[number] for number in sorted(results)]
-                (args.output / "latte_language_modelling.json").write_text(json.dumps(report, indent=1) + "\n")
+                write(report, args.output)
                 print(future.result(), file=sys.stderr)
     folder.cleanup()
     if not results:
         return 1
-    plot(report["results"], args.output / "latte_language_modelling.png")
-    print(table(report["results"]))
+    finish(report, args.output)
     return int(len(results) < len(jobs))
 
 

@@ -2,6 +2,7 @@
 """The benchmark programs in their reduced form, which needs no GPU."""
 
 import importlib.util
+import itertools
 import json
 
 import pytest
@@ -187,8 +188,23 @@ def test_reduced_form_of_converted_layers(layout, folder_of_programs, tmp_path, 
     assert (tmp_path / "converted_layer.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_layer_takes_no_backend(folder_of_programs, tmp_path, capsys):
-    program = load(folder_of_programs, "converted_layer")
+def test_reduced_form_of_generation(folder_of_programs, tmp_path, capsys):
+    program = load(folder_of_programs, "generation")
+    assert program.main(["--device", "cpu", "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "generation.json").read_text())["rows"]
+    assert {(r["layout"], r["case"], r["operator"]) for r in rows} == set(
+        itertools.product(program.LAYOUTS, (64, 100), program.COLOURS)
+    )
+    assert all(row[name] > 0 for row in rows for name in program.FIGURES["generation"])
+    held = {(r["case"], r["operator"]): r["state_mib"] for r in rows if r["layout"] == "llama-3.2-1b"}
+    assert held[64, "converted"] == held[100, "converted"] and held[64, "teacher"] < held[100, "teacher"]
+    assert "| llama-3.2-1b | 100 |" in capsys.readouterr().out
+    assert (tmp_path / "generation.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("program", ["converted_layer", "generation"])
+def test_models_take_no_backend(program, folder_of_programs, tmp_path, capsys):
+    program = load(folder_of_programs, program)
     with pytest.raises(SystemExit):
         program.main(["--device", "cpu", "--backend", "triton", "--output", str(tmp_path)])
     assert "--backend triton is not for this program" in capsys.readouterr().err and not list(tmp_path.iterdir())
@@ -206,3 +222,36 @@ def test_layers_that_are_measured_attend_causally(layout, folder_of_programs):
             before, after = (layer.prepare(100)(x)[:, :60] for x in (hidden, changed))
         assert torch.equal(before, after) and before.any()
         assert bool(layer.trained) == converted
+
+
+def test_language_models_of_bytes_from_two_runs(folder_of_programs, tmp_path, capsys):
+    program = load(folder_of_programs, "latte_language_modelling")
+    text = tmp_path / "text.txt"
+    text.write_text("Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. " * 40)
+    size = "--hidden 32 --layers 1 --heads 2 --length 32 --batch 2 --steps 2".split()
+    data = ["--data", str(text), "--eval-data", str(text), "--tokenizer", "bytes"]
+    one = tmp_path / "one"
+    assert program.main([*data, *size, "--models", "Latte++", "--seeds", "0", "--output", str(one)]) == 0
+    report = json.loads((one / "latte_language_modelling.json").read_text())
+    (result,) = report["results"]
+    assert (
+        report["setting"]["tokenizer"] == "bytes" and 100 < result["perplexity"]["32"] < 500
+    )  # of 256 after two steps
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(report | {"results": [result | {"model": "Latte"}]}))
+
+    files = [str(one / "latte_language_modelling.json"), str(other)]
+    assert program.main(["--plot", *files, "--output", str(tmp_path / "both")]) == 0
+    joined = json.loads((tmp_path / "both" / "latte_language_modelling.json").read_text())
+    assert [r["model"] for r in joined["results"]] == ["Latte", "Latte++"]
+    assert (tmp_path / "both" / "latte_language_modelling.png").read_bytes().startswith(b"\x89PNG")
+
+    other.write_text(json.dumps(report | {"setting": report["setting"] | {"steps": 3}}))
+    with pytest.raises(SystemExit):
+        program.main(["--plot", *files, "--output", str(tmp_path / "both")])
+    assert "different settings" in capsys.readouterr().err
+
+
+def test_bytes_hold_the_whole_text(folder_of_programs):
+    program = load(folder_of_programs, "latte_language_modelling")
+    assert bytes(program.as_bytes(["ab", "ü"]).tolist()) == "ab\0ü".encode()

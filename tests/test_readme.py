@@ -29,6 +29,7 @@ SMALL_PROGRAMS = {
     "benchmarks/gated_linear_attention.py": "--device cpu --quick --layouts 16x128 --only speed".split(),
     "benchmarks/latent_attention.py": "--device cpu --quick --layouts 16x128 --only operators".split(),
     "benchmarks/converted_layer.py": "--device cpu --quick --layouts llama-3.2-1b --only layer".split(),
+    "benchmarks/generation.py": "--device cpu --quick --layouts llama-3.2-1b".split(),
     "benchmarks/latte_language_modelling.py": (
         "--models Latte Transformer++ --seeds 0 --hidden 32 --layers 1 --heads 2 --length 32 --batch 2 --steps 2"
     ).split(),
