@@ -24,6 +24,7 @@ SMALL = {
     "evaluate": [],
     "revert": [],
 }
+PROGRAMS = ("gated_linear_attention", "latent_attention", "converted_layer", "generation", "latte_language_modelling")
 SMALL_PROGRAMS = {
     "examples/train_from_scratch.py": "--vocab 300 --hidden 32 --layers 1 --heads 2 --length 32 --steps 2".split(),
     "benchmarks/gated_linear_attention.py": "--device cpu --quick --layouts 16x128 --only speed".split(),
@@ -106,7 +107,7 @@ def test_programs_and_python_blocks_run(repo_root, user_folder):
         )
     assert (user_folder / "converted" / "report.json").is_file()
     assert (user_folder / "imported-gla" / "model.safetensors").is_file()
-    for name in ("gated_linear_attention", "latent_attention", "converted_layer", "latte_language_modelling"):
+    for name in PROGRAMS:
         assert (user_folder / "benchmarks" / "data" / f"{name}.json").is_file()
 
 
