@@ -224,6 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         gate="logsigmoid(randn) / 16 except for accuracy",
         shapes={name: "heads {}, dk {}, dv {}".format(*shape) for name, shape in layouts.items()},
         decode_shapes={name: "heads {}, dk {}, dv {}".format(*shape) for name, shape in decode_layouts.items()},
+        decode_timing=common.step_timing(device),
     )
     print(json.dumps(environment), file=sys.stderr)
     record = common.Record(path, FIGURES, COLOURS, [path] if path.is_file() else [], environment)

@@ -6,6 +6,7 @@
 Prints tables and writes generation.json and .png; README.md beside this file says what each figure means.
 """
 
+import functools
 import json
 import statistics
 import sys
@@ -57,9 +58,17 @@ def held_mib(cache: object) -> float:
     return sum(t.numel() * t.element_size() for t in held) / 2**20
 
 
+@functools.lru_cache(maxsize=1)
+def model_of(layout: str, converted: bool, device: str) -> PreTrainedModel:
+    model = build(layout, converted, device, **SMALL if device == "cpu" else SIZES[layout]).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
 @torch.no_grad()
-def generation(model: PreTrainedModel, context: int, compiled: bool, new_tokens: int, device: str) -> dict:
+def generation(layout: str, converted: bool, context: int, compiled: bool, new_tokens: int, device: str) -> dict:
     """Greedy tokens behind a random prompt, one row. Of two equal calls the first compiles, the second gives the times."""
+    model = model_of(layout, converted, device)
     prompt = torch.randint(model.config.vocab_size, (1, context), device=device)
     options = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, do_sample=False, return_dict_in_generate=True)
     if compiled:
@@ -82,7 +91,8 @@ def generation(model: PreTrainedModel, context: int, compiled: bool, new_tokens:
 
 def draw_plot(record: common.Record) -> None:
     panels = (("generation", "token_ms", "ms a token", "tokens before it", None),)
-    record.plot(LAYOUTS, panels, ("converted", ""), (6, 8))
+    layouts = [name for name in LAYOUTS if record.select("generation", layout=name)]
+    record.plot(layouts, panels, ("converted", ""), (6, 4 * len(layouts)))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -105,17 +115,14 @@ def main(arguments: list[str] | None = None) -> int:
     )  # fmt: skip
     print(json.dumps(environment), file=sys.stderr)
     record = common.Record(path, FIGURES, COLOURS, [path] if path.is_file() else [], environment)
-    for layout in options.layouts:
-        for operator in COLOURS:  # compiled ones last: they take minutes
-            name, *compiled = operator.split(", ")
-            model = build(layout, name == "converted", device, **SMALL if tiny else SIZES[layout]).eval()
-            model.generation_config.eos_token_id = None
+    for operator in COLOURS:  # compiled ones last: they take minutes
+        name, *compiled = operator.split(", ")
+        for layout in options.layouts:
             for context in contexts:
                 record.add(
                     "generation", layout, context, operator,
-                    generation, model, context, bool(compiled), new_tokens, device,
+                    generation, layout, name == "converted", context, bool(compiled), new_tokens, device,
                 )  # fmt: skip
-            del model  # before the next is built
     record.show(draw_plot)
     return int(record.failed(COLOURS))
 

@@ -318,6 +318,7 @@ def main(arguments: list[str] | None = None) -> int:
         window=WINDOW,
         shapes={name: "heads {}, kv heads {}, channels {}".format(*shape) for name, shape in layouts.items()},
         decode_shape="heads {}, kv heads {}, channels {}".format(*decode_layout),
+        decode_timing=common.step_timing(device),
     )
     print(json.dumps(environment), file=sys.stderr)
     record = common.Record(path, FIGURES, COLOURS, [path] if path.is_file() else [], environment)

@@ -102,7 +102,7 @@ def read_tokens(args: argparse.Namespace) -> dict:
 
 def as_bytes(documents: list[str]) -> torch.Tensor:
     """UTF-8, a zero between documents."""
-    return torch.tensor(bytearray("\0".join(documents).encode()), dtype=torch.uint8).long()
+    return torch.frombuffer(bytearray("\0".join(documents).encode()), dtype=torch.uint8).long()
 
 
 def run(name: str, seed: int, tokens: str, args: argparse.Namespace) -> dict:
@@ -163,9 +163,9 @@ def plot(results: list[dict], path: Path) -> None:
     axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel="held-out perplexity")
     axes.set_xticks(lengths, lengths)
     axes.minorticks_off()
-    low, high = (round(x, -1) for x in axes.get_ylim())
-    marks = range(int(low), int(high) + 1, max(10, int(high - low) // 50 * 10))
-    axes.set_yticks(list(marks), [str(x) for x in marks])
+    low, high = axes.get_ylim()
+    marks = [m * 10**n for n in range(-1, 5) for m in (1, 1.5, 2, 3, 4, 5, 7) if low <= m * 10**n <= high]
+    axes.set_yticks(marks, [f"{x:g}" for x in marks])
     axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=130)
@@ -215,9 +215,13 @@ def main(arguments: list[str] | None = None) -> int:
     args.output.mkdir(parents=True, exist_ok=True)
     if args.plot:
         reports = [json.loads(file.read_text()) for file in args.plot]
+        files = ", ".join(map(str, args.plot))
         if any(r["setting"] != reports[0]["setting"] for r in reports):
-            parser.error(f"--plot: {', '.join(map(str, args.plot))} are of different settings: join those of one")
-        finish(reports[0] | {"results": [result for r in reports for result in r["results"]]}, args.output)
+            parser.error(f"--plot: {files} are of different settings: join those of one")
+        results = {(x["model"], x["seed"]): x for r in reports for x in r["results"]}
+        if len(results) < sum(len(r["results"]) for r in reports):
+            parser.error(f"--plot: {files} hold the same model and seed more than once: leave one of them out")
+        finish(reports[0] | {"results": list(results.values())}, args.output)
         return 0
     if missing := [f"--{n.replace('_', '-')}" for n in ("data", "eval_data", "tokenizer") if not getattr(args, n)]:
         parser.error(f"the following arguments are required: {', '.join(missing)}")

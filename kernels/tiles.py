@@ -96,12 +96,6 @@ def _truncated(x):
 
 
 @triton.jit
-def tf32(x, PRECISION: tl.constexpr):
-    """x rounded to what a TF32 product sees of it; by itself the hardware truncates, which makes every product smaller."""
-    return _truncated(_half_a_step_up(x)) if PRECISION == "tf32" else x
-
-
-@triton.jit
 def rounded_dot(a, b, PRECISION: tl.constexpr):
     """Product of float32 operands, rounded: the hardware itself drops the low bits."""
     if PRECISION == "tf32":
@@ -119,7 +113,7 @@ def _halves(x):
 @triton.jit
 def precise_dot(a, b, PRECISION: tl.constexpr):
     """Product of float32 operands to about 2^-16. It takes three products of parts, one and a half as long as one of TF32,
-    which holds 2^-12."""
+    which holds 2^-12 and is left where there are fewer columns than HALF_WIDTH."""
     HALF: tl.constexpr = b.shape[1] >= HALF_WIDTH
     if PRECISION == "ieee":
         product = tl.dot(a, b, input_precision="ieee")

@@ -246,10 +246,27 @@ def test_language_models_of_bytes_from_two_runs(folder_of_programs, tmp_path, ca
     assert [r["model"] for r in joined["results"]] == ["Latte", "Latte++"]
     assert (tmp_path / "both" / "latte_language_modelling.png").read_bytes().startswith(b"\x89PNG")
 
-    other.write_text(json.dumps(report | {"setting": report["setting"] | {"steps": 3}}))
-    with pytest.raises(SystemExit):
-        program.main(["--plot", *files, "--output", str(tmp_path / "both")])
-    assert "different settings" in capsys.readouterr().err
+    for wrong, message in (
+        (report | {"setting": report["setting"] | {"steps": 3}}, "different settings"),
+        (report, "the same model and seed more than once"),
+    ):
+        other.write_text(json.dumps(wrong))
+        with pytest.raises(SystemExit):
+            program.main(["--plot", *files, "--output", str(tmp_path / "both")])
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("values", [(3.3, 29.8), (51.8, 217.3), (120.0, 130.0)])
+def test_perplexities_fill_their_plot(values, folder_of_programs, tmp_path):
+    from matplotlib import pyplot
+
+    program = load(folder_of_programs, "latte_language_modelling")
+    results = [{"model": "Latte", "perplexity": {"32": low, "64": high}} for low, high in (values, sorted(values))]
+    program.plot(results, tmp_path / "plot.png")
+    (axes,) = pyplot.gcf().axes
+    low, high = axes.get_ylim()
+    assert low <= min(values) <= 1.2 * low and max(values) <= high <= 1.2 * max(values)
+    assert all(low <= tick <= high for tick in axes.get_yticks())
 
 
 def test_bytes_hold_the_whole_text(folder_of_programs):

@@ -396,10 +396,19 @@ def test_some_of_many_chunks_are_strong(backend, monkeypatch):
     from hf_linattn.kernels import tiles
 
     monkeypatch.setattr(tiles, "processors", lambda device: 1)
-    tensors = inputs(2, 64 * 11 + 5, 2, 1, 8, 6)
+    tensors = inputs(1, 64 * 10 + 5, 3, 3, 8, 6)  # 33 numbers, eight to a program
     strong = torch.tensor([0, 3, 4, 9]) * 64 + 20
-    tensors["log_decay"][1, strong] = -1000
+    tensors["log_decay"][:, strong] = -1000
     matches_the_recurrence(tensors, backend)
+
+
+@pytest.mark.parametrize("processors", [1, 4, 132])
+def test_few_programs_look_through_every_number(processors, monkeypatch):
+    tiles = pytest.importorskip("hf_linattn.kernels.tiles")
+    monkeypatch.setattr(tiles, "processors", lambda device: processors)
+    for count in [*range(1, 700), 8192, 17_001, 100_003]:
+        (programs,), rounds = tiles.few_programs(count, torch.device("cpu"))
+        assert 1 <= rounds <= tiles.MOST_ROUNDS.value and count <= programs * rounds < count + rounds
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
