@@ -496,9 +496,8 @@ class Latents(Recurrence):
 
     def __init__(self, q, v, borders, use_mass=False, mass_length=None):
         super().__init__(v, *q.shape[2:], channel=True, scale=1.0, borders=borders)
-        if (
-            self.dim_k > 32
-        ):  # queries and keys, in float32 here, take memory that a second program is worth more than loads
+        # queries and keys in float32, loaded two steps ahead, would take the shared memory of a second program
+        if self.dim_k > 32:
             gradients = dict(self.launch.gradients, num_stages=min(self.launch.gradients["num_stages"], 2))
             self.launch = self.launch._replace(gradients=gradients)
         self.width = self.kv_heads * self.dim_k
