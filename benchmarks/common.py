@@ -39,11 +39,17 @@ def make_parser(
     return parser
 
 
-def parse(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
+def parse(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, *, whole_models: bool = False
+) -> argparse.Namespace:
+    """`whole_models`: refuse a backend, which their layers choose themselves, other than the one that they take."""
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not options.plot and not torch.cuda.is_available():
         parser.error("no CUDA GPU is visible; `--device cpu --quick` shows a reduced form of the program")
-    options.backend = options.backend or ("triton" if options.device == "cuda" else "torch")
+    usual = "triton" if options.device == "cuda" else "torch"
+    if whole_models and not options.plot and options.backend not in (None, usual):
+        parser.error(f"--backend {options.backend} is not for this program: a model's layers choose their own")
+    options.backend = options.backend or usual
     return options
 
 

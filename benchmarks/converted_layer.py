@@ -156,10 +156,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Measure, print and write; 1 if a figure could not be had."""
     parser = common.make_parser(__doc__, FIGURES, LAYOUTS, str(QUICK_LENGTHS))
     parser.set_defaults(only=tuple(FIGURES))
-    options = common.parse(parser, arguments)
+    options = common.parse(parser, arguments, whole_models=True)
     path, device = Path(options.output) / "converted_layer.json", options.device
-    if not options.plot and options.backend != ("torch" if device == "cpu" else "triton"):
-        parser.error(f"--backend {options.backend} is not for this program: a model's layers choose their own")
     if options.plot:
         common.Record(path, FIGURES, COLOURS, options.plot).show(draw_plot)
         return 0
